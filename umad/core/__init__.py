@@ -1,0 +1,1 @@
+"""Decisions.  Values in, values out; no clock, file, socket, thread or log."""

@@ -1,0 +1,1 @@
+"""The native shim in umad-serve, its page layout and its loader."""

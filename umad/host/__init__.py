@@ -1,0 +1,1 @@
+"""Thin readers of this machine around pure parsers."""

@@ -1,0 +1,1 @@
+"""The inference front and the engine behind it."""

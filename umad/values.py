@@ -1,0 +1,171 @@
+"""Frozen values that more than one room speaks of: identities, readings, leases, snapshots.
+
+No behaviour beyond small derived figures; bytes are ``int``, times are monotonic seconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+SYSTEM_POOL: Final = "system"
+
+
+class Figure(StrEnum):
+    """The three states of a reading."""
+
+    VALUE = "value"
+    ABSENT = "absent"  # this machine has no such thing
+    BROKEN = "broken"  # it has, and it cannot be read or believed now
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One figure in bytes with its source.  Unknown is neither 0 nor unlimited.
+
+    ``value`` is None unless the state is VALUE; ``problem`` says why a reading is broken.
+    """
+
+    state: Figure
+    source: str
+    value: int | None = None
+    problem: str = ""
+
+    @classmethod
+    def of(cls, value: int, source: str) -> "Reading":
+        """A reading that holds."""
+        return cls(Figure.VALUE, source, value)
+
+    @classmethod
+    def absent(cls, source: str) -> "Reading":
+        """This machine has no such figure."""
+        return cls(Figure.ABSENT, source)
+
+    @classmethod
+    def broken(cls, source: str, problem: str) -> "Reading":
+        """The figure exists and could not be read; ``problem`` says why."""
+        return cls(Figure.BROKEN, source, None, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process as the kernel names it: pids are reused, pid and start time together are not.
+
+    ``start_ticks`` is field 22 of /proc/PID/stat (clock ticks since boot).
+    """
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a connection (SO_PEERCRED, SO_PEERGROUPS)."""
+
+    identity: Identity
+    uid: int
+    gid: int
+    groups: frozenset[int] = frozenset()
+    comm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """What one pool of memory can give, as one snapshot saw it.
+
+    ``capacity`` is the physical size, ``used`` what is taken by anybody, ``safe`` what may be
+    handed out before umad's own reserve is subtracted, ``binding`` the limit that set ``safe``
+    ("MemAvailable", "gtt", "kfd_ttm", ...).  ``parent`` names the pool whose DRAM this one is
+    carved from dynamically (GTT of an APU), so that the two are never added.
+    """
+
+    name: str
+    capacity: Reading
+    used: Reading
+    safe: Reading
+    binding: str = ""
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """The physical bytes of one process: ``bytes`` is host plus GPU pages, each page once."""
+
+    identity: Identity
+    alive: bool
+    bytes: Reading
+    host_bytes: int = 0
+    gpu_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One immutable look at the machine; all rules of one tick share it.
+
+    ``taken_s`` is the moment the first file was read, ``duration_s`` how long the look took.
+    ``anomalies`` are readings that contradict themselves (used above total), one text each.
+    """
+
+    taken_s: float
+    duration_s: float
+    pools: Mapping[str, PoolReading]
+    processes: Mapping[Identity, ProcessReading]
+    anomalies: tuple[str, ...] = ()
+    info: Mapping[str, int | str] = field(default_factory=dict)
+
+
+class LeaseKind(StrEnum):
+    """What a lease is for."""
+
+    LOAD = "load"  # a model's bytes: its peak while loading, its steady quota afterwards
+    BURST = "burst"  # one forward's bytes beyond the steady quota
+
+
+class LeaseState(StrEnum):
+    """Where a lease is in its life; it ends exactly once."""
+
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    RELEASING = "releasing"  # given back by word, still booked until seen to be gone
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Booked bytes.  ``token`` fences: only who shows it may commit, void or release.
+
+    ``parts`` are (pool, bytes); ``deadline_s`` is when the lease expires, None for never.
+    """
+
+    id: int
+    worker: int
+    kind: LeaseKind
+    state: LeaseState
+    parts: tuple[tuple[str, int], ...]
+    token: int
+    deadline_s: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The sum over the parts."""
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A registered worker: one model instance in one thread of one process."""
+
+    id: int
+    model: str
+    instance: int
+    identity: Identity
+    quota: int
+    peak: int
+    pool: str = SYSTEM_POOL
+    priority: int = 0
+    pin: bool = False
+    thread: int = 0
+
+    @property
+    def name(self) -> str:
+        """``llama`` for the first instance, ``llama/1`` for the second."""
+        return f"{self.model}/{self.instance}" if self.instance else self.model
