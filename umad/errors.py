@@ -143,6 +143,14 @@ class Fenced(RequestRejected):
     http_status = 409
 
 
+class NameTaken(RequestRejected):
+    """Another live worker has this model and instance; choose another instance."""
+
+    code = "name_taken"
+    retryable = True
+    http_status = 409
+
+
 class NeverFits(RequestRejected):
     """More was asked than the pool can ever give; ask for less or change the quotas."""
 

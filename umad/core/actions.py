@@ -1,0 +1,77 @@
+"""What core wants done.  Frozen values; daemon/effects.py carries them out, tests compare them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from umad.errors import UmadError
+from umad.values import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer an open request."""
+
+    connection: int
+    request: int
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer an open request with an error."""
+
+    connection: int
+    request: int
+    error: UmadError
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Send a notification."""
+
+    connection: int
+    method: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell ``Engine.exited`` when this process ends."""
+
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch:
+    """Nothing of this process is of interest any more."""
+
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL this process, and no other, then tell ``Engine.kill_sent``."""
+
+    identity: Identity
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Take a snapshot now instead of at the next tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened that people and programs want to know; logged and sent to listeners.
+
+    ``level`` is a logging level's name in lower case; ``fields`` are plain values.
+    """
+
+    name: str
+    level: str = "info"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Action = Reply | Refuse | Notify | Watch | Unwatch | Kill | Look | Event

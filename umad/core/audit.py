@@ -1,0 +1,132 @@
+"""The books held against what is physically there.
+
+Pure comparisons of one snapshot with one process's or one pool's books.  Unknown stays unknown:
+a broken reading proves no breach, frees no bytes and grants nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from umad.units import GIB
+from umad.values import SYSTEM_POOL, Identity, PoolReading, ProcessReading, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessBooks:
+    """What one process may hold: the sum over its workers, in bytes.
+
+    ``baseline`` is what the process held before its first worker registered: the interpreter and
+    its imports, which belong to no worker and which no release gives back.  ``active`` is booked
+    and in use, ``releasing`` given back by word only.  ``limit`` is the most the process may
+    hold, baseline included, before it is in breach; None when no worker is left to be judged.
+    """
+
+    identity: Identity
+    baseline: int
+    active: int
+    releasing: int
+    limit: int | None
+    loading: bool
+    by_pool: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """Evidence that a process holds more than its limit."""
+
+    identity: Identity
+    measured: int
+    limit: int
+    source: str
+    reason: str
+    taken_s: float
+
+    @property
+    def over(self) -> int:
+        """Bytes above the limit."""
+        return self.measured - self.limit
+
+
+def breaches(books: Iterable[ProcessBooks], snapshot: Snapshot) -> list[Breach]:
+    """Processes over their limit, the one with most bytes over first."""
+    found: list[Breach] = []
+    for process in books:
+        reading = snapshot.processes.get(process.identity)
+        if process.limit is None or reading is None or not reading.alive:
+            continue
+        if reading.bytes.value is not None and reading.bytes.value > process.limit:
+            found.append(
+                Breach(
+                    process.identity,
+                    reading.bytes.value,
+                    process.limit,
+                    reading.bytes.source,
+                    "peak_exceeded" if process.loading else "quota_exceeded",
+                    snapshot.taken_s,
+                )
+            )
+    return sorted(found, key=lambda breach: (-breach.over, breach.identity.pid))
+
+
+def still_there(books: ProcessBooks, reading: ProcessReading | None) -> int | None:
+    """How many of the released bytes the process still holds; None when that is unknown."""
+    if reading is None:
+        return None
+    if not reading.alive:
+        return 0
+    if reading.bytes.value is None:
+        return None
+    return max(0, reading.bytes.value - books.baseline - books.active)
+
+
+def reserve_of(capacity: int, pool: str, configured: int | None) -> int:
+    """Bytes of a pool that are never granted.
+
+    Source: memory-sources, "Formulas": max(4 GiB, 4 % of MemTotal) for the machine; a device's
+    own memory has no system to keep alive, so 4 % there.
+    """
+    if pool != SYSTEM_POOL:
+        return capacity // 25
+    return max(4 * GIB, capacity // 25) if configured is None else configured
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What a pool can give right now; ``bytes`` is None when it cannot be known."""
+
+    bytes: int | None
+    binding: str
+    problem: str = ""
+
+
+def headroom(
+    pool: PoolReading, reserve: int, books: Iterable[ProcessBooks], snapshot: Snapshot
+) -> Headroom:
+    """Physical room in a pool after the reserve and after what is booked and not yet used.
+
+    Without the second part two workers could each be granted the same free bytes before either
+    has touched them.
+    """
+    if pool.safe.value is None:
+        return Headroom(None, pool.binding, pool.safe.problem or "there is no such pool here")
+    unused = 0
+    for process in books:
+        booked = sum(size for name, size in process.by_pool if name == pool.name)
+        if booked:
+            unused += max(0, booked - _held(process, pool, snapshot))
+    return Headroom(max(0, pool.safe.value - reserve - unused), pool.binding)
+
+
+def _held(books: ProcessBooks, pool: PoolReading, snapshot: Snapshot) -> int:
+    """What a process holds in a pool beyond its baseline.
+
+    0 when unknown, which leaves less room, not more.
+    """
+    reading = snapshot.processes.get(books.identity)
+    if reading is None or reading.bytes.value is None:
+        return 0
+    if pool.name != SYSTEM_POOL:
+        return reading.gpu_bytes
+    unified = any(other.parent == SYSTEM_POOL for other in snapshot.pools.values())
+    held = reading.host_bytes + (reading.gpu_bytes if unified else 0)
+    return max(0, held - books.baseline)

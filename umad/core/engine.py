@@ -1,0 +1,382 @@
+"""One object that turns what happens into what is to be done.
+
+The loop tells the engine of connections, messages, snapshots, exits and the passing of time;
+each call returns actions and leaves the books whole.  The fixed order of one look at memory:
+
+1. budgets follow the machine;
+2. released bytes that are seen to be gone are freed;
+3. processes over their limit are found, the watchdog decides;
+4. deadlines pass: leases, waits, the mutex, cut-off workers;
+5. who waits is granted what is there;
+6. the invariants are checked.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from umad.config import Settings
+from umad.core import grants, report, requests
+from umad.core.access import METHODS, Access
+from umad.core.actions import Action, Event, Kill, Look, Notify, Refuse, Unwatch
+from umad.core.audit import breaches, still_there
+from umad.core.state import Client, State
+from umad.core.watchdog import Case, Complied, KillNow, Revoke, Unkillable, Verdict
+from umad.errors import AccessDenied, RequestRejected, UnknownMethod
+from umad.units import format_bytes
+from umad.values import Identity, LeaseKind, LeaseState, Peer, ProcessReading, Snapshot
+
+# While bytes are on their way back, or a victim is on its way out, a look costs less than waiting.
+FAST_PACE_S: Final = 0.01
+# How long a fast pace is worth it; after that the bytes come at the ordinary pace.
+FAST_FOR_S: Final = 5.0
+
+
+class Engine:
+    """See the module.  ``now_s`` is monotonic everywhere; ``unix_offset_s`` dates the events."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        access: Access,
+        *,
+        generation: int,
+        recovering_until_s: float,
+        unix_offset_s: float = 0.0,
+    ) -> None:
+        self.state = State(settings, access, generation, recovering_until_s)
+        self._fast_until_s = 0.0
+        self._unix_offset_s = unix_offset_s
+
+    # ------------------------------------------------------------ connections
+
+    def connected(self, connection: int, peer: Peer) -> list[Action]:
+        """A peer has connected."""
+        permission = self.state.access.of(peer)
+        self.state.clients[connection] = Client(connection, peer, permission)
+        return []
+
+    def disconnected(self, connection: int, now_s: float) -> list[Action]:
+        """A connection has ended; its workers have a moment to come back, or to die."""
+        client = self.state.clients.pop(connection, None)
+        if client is None:
+            return []
+        for queue in self.state.queues:
+            for waiter in list(queue):
+                if waiter.connection == connection:
+                    queue.remove(waiter)
+        for key in client.workers:
+            member = self.state.members[key]
+            member.client, member.cut_off_s = None, now_s
+            self.state.mutex.take_away(key)
+        return self._record(self._served(now_s), now_s)
+
+    def request(
+        self,
+        connection: int,
+        request: int,
+        method: str,
+        params: Mapping[str, Any],
+        now_s: float,
+        process: ProcessReading | None = None,
+    ) -> list[Action]:
+        """A request; exactly one Reply or Refuse for it comes now or later."""
+        client = self.state.clients[connection]
+        call = requests.Call(client, request, params, now_s, process)
+        try:
+            actions = self._handle(method, call)
+        except RequestRejected as error:
+            self.state.counters["refusals_" + error.code] += 1
+            return [Refuse(connection, request, error)]
+        return self._record(actions, now_s)
+
+    def notification(
+        self, connection: int, method: str, params: Mapping[str, Any], now_s: float
+    ) -> list[Action]:
+        """A one-way message; a refusal is counted, there is nobody to tell."""
+        call = requests.Call(self.state.clients[connection], None, params, now_s)
+        try:
+            return self._record(self._handle(method, call), now_s)
+        except RequestRejected as error:
+            self.state.counters["refusals_" + error.code] += 1
+            return []
+
+    def _handle(self, method: str, call: requests.Call) -> list[Action]:
+        handler = requests.HANDLERS.get(method)
+        if handler is None:
+            raise UnknownMethod(f"the daemon has no method {method!r}")
+        if call.client.permission < METHODS[method]:
+            settings = self.state.settings.daemon
+            raise AccessDenied(
+                f"uid {call.client.peer.uid} may only read; join the group {settings.group!r} "
+                f"to call {method!r}"
+            )
+        actions = list(handler(self.state, call))
+        if method in _FREEING:
+            self._fast_until_s = call.now_s + FAST_FOR_S
+            actions.extend(self._served(call.now_s))
+        return actions
+
+    # ----------------------------------------------------------------- looks
+
+    def observe(self, snapshot: Snapshot, now_s: float) -> list[Action]:
+        """One look at memory, in the order of the module's docstring."""
+        state = self.state
+        state.snapshot = snapshot
+        grants.take_budgets(state, snapshot)  # 1
+        for process in state.processes.values():  # 2
+            books = state.books_of(process)
+            left = still_there(books, snapshot.processes.get(process.identity))
+            if books.releasing and left is not None:
+                state.ledger.settle(process.members, left)
+        actions: list[Action] = []
+        found = breaches(state.books(), snapshot)  # 3
+        for breach in found:
+            process = state.processes[breach.identity]
+            opened = state.watchdog.open(breach, state.names(process), process.comm, now_s)
+            if opened is not None:
+                actions.extend(self._carry_out(opened, now_s))
+        for verdict in state.watchdog.judge(found, snapshot, now_s):
+            actions.extend(self._carry_out(verdict, now_s))
+        for identity, reading in snapshot.processes.items():
+            if not reading.alive and identity in state.processes:
+                actions.extend(self._gone(identity, now_s))
+        self._forget_left()
+        actions.extend(self._advance(now_s))  # 4, 5
+        state.ledger.check()  # 6
+        return self._record(actions, now_s)
+
+    def exited(self, identity: Identity, now_s: float) -> list[Action]:
+        """The kernel says that a process has ended: its bytes are back."""
+        actions = list(self._gone(identity, now_s))
+        actions.extend(self._served(now_s))
+        return self._record(actions, now_s)
+
+    def kill_sent(self, identity: Identity, now_s: float) -> None:
+        """SIGKILL has left: the moment from which the victim's exit is counted."""
+        case = self.state.watchdog.case(identity)
+        if case is not None:
+            case.killed_s = now_s
+
+    def advance(self, now_s: float) -> list[Action]:
+        """Time has passed; ``next_deadline_s`` says when this is due."""
+        look = self.state.watchdog.next_look_s()
+        if look is not None and look <= now_s:
+            return [Look()]
+        return self._record(self._advance(now_s), now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """When ``advance`` must be called at the latest."""
+        state = self.state
+        moments = [
+            state.watchdog.next_look_s(),
+            state.ledger.next_deadline_s(),
+            *(queue.next_deadline_s() for queue in state.queues),
+            None if state.mutex.holder is None else state.mutex.holder.deadline_s,
+            *(
+                member.cut_off_s + state.settings.leases.reconnect_grace
+                for member in state.members.values()
+                if member.cut_off_s is not None and member.state != "leaving"
+            ),
+        ]
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def pace_s(self, now_s: float) -> float:
+        """Seconds to the next look at memory."""
+        interval_s = self.state.settings.memory.interval
+        busy = any(case.killed_s is not None for case in self.state.watchdog.cases) or any(
+            lease.state is LeaseState.RELEASING for lease in self.state.ledger.leases.values()
+        )
+        return min(FAST_PACE_S, interval_s) if busy and now_s < self._fast_until_s else interval_s
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """The whole state as plain values."""
+        return report.status(self.state, now_s)
+
+    # ---------------------------------------------------------------- private
+
+    def _carry_out(self, verdict: Verdict, now_s: float) -> Iterator[Action]:
+        case = verdict.case
+        breach = case.breach
+        if isinstance(verdict, Revoke):
+            self.state.counters["revocations"] += 1
+            yield _case_event("revoked", "warning", case, grace_s=self.state.watchdog.grace_s)
+            yield from self._revoke_workers(case)
+        elif isinstance(verdict, Complied):
+            yield _case_event("complied", "info", case, after_s=now_s - breach.taken_s)
+        elif isinstance(verdict, KillNow):
+            self.state.counters["kills"] += 1
+            self._fast_until_s = now_s + FAST_FOR_S
+            yield Kill(case.identity, breach.reason)
+        elif isinstance(verdict, Unkillable):
+            self.state.counters["unkillable"] += 1
+            yield _case_event("unkillable", "error", case, after_s=now_s - (case.killed_s or now_s))
+
+    def _revoke_workers(self, case: Case) -> Iterator[Action]:
+        breach = case.breach
+        for key in self.state.processes[case.identity].members:
+            member = self.state.members[key]
+            if member.client is None:
+                continue
+            yield Notify(
+                member.client,
+                "revoke",
+                {
+                    "worker": key,
+                    "reason": f"{breach.reason}: the process holds "
+                    f"{format_bytes(breach.measured)}, its limit is {format_bytes(breach.limit)}",
+                    "quota": member.worker.quota,
+                    "measured": breach.measured,
+                    "source": breach.source,
+                    "grace_s": self.state.watchdog.grace_s,
+                },
+            )
+
+    def _gone(self, identity: Identity, now_s: float) -> Iterator[Action]:
+        """A process has ended: everything it held is free."""
+        process = self.state.processes.pop(identity, None)
+        if process is None:
+            return
+        freed = 0
+        names = self.state.names(process)
+        for key in process.members:
+            freed += self.state.ledger.drop(key)
+            self._remove(key)
+        case = self.state.watchdog.close(identity)
+        if case is None:
+            yield Event(
+                "exited",
+                "info",
+                {"pid": identity.pid, "workers": ",".join(names), "freed_bytes": freed},
+            )
+        else:
+            yield _stop_event(case, freed, now_s)
+        yield Unwatch(identity)
+
+    def _remove(self, key: int) -> None:
+        member = self.state.members.pop(key)
+        self.state.mutex.take_away(key)
+        for queue in self.state.queues:
+            queue.pop_worker(key)
+        if member.client is not None and member.client in self.state.clients:
+            self.state.clients[member.client].workers.discard(key)
+
+    def _forget_left(self) -> None:
+        """Workers that left and hold nothing any more."""
+        for process in self.state.processes.values():
+            for key in list(process.members):
+                member = self.state.members[key]
+                if member.state == "leaving" and not self.state.ledger.of_worker(key):
+                    self._remove(key)
+                    process.members.discard(key)
+
+    def _advance(self, now_s: float) -> Iterator[Action]:
+        state = self.state
+        for lease in state.ledger.expired(now_s):
+            member = state.members[lease.worker]
+            requests.end_lease(state, lease)
+            state.counters["leases_expired"] += 1
+            level = "warning" if lease.kind is LeaseKind.LOAD else "info"
+            yield Event(
+                "lease_expired",
+                level,
+                {"worker": member.worker.name, "lease": lease.id, "bytes": lease.bytes},
+            )
+        holder = state.mutex.holder
+        if holder is not None and holder.deadline_s <= now_s:
+            state.mutex.take_away(holder.worker)
+            name = state.members[holder.worker].worker.name
+            yield Event("init_lock_expired", "warning", {"worker": name})
+        for member in list(state.members.values()):
+            if member.cut_off_s is None or member.state == "leaving":
+                continue
+            if now_s - member.cut_off_s >= state.settings.leases.reconnect_grace:
+                yield from requests.leave(state, member, "connection lost", now_s)
+        for queue in state.queues:
+            for waiter in queue.pop_expired(now_s):
+                self._waiting_no_more(waiter.worker)
+                yield from grants.give_up(state, waiter, now_s)
+        yield from self._served(now_s)
+        yield from self._drop_processes()
+
+    def _waiting_no_more(self, worker: int) -> None:
+        member = self.state.members[worker]
+        if member.state == "waiting":
+            member.state = "registered"
+
+    def _served(self, now_s: float) -> Iterator[Action]:
+        """Whoever can be served now is served."""
+        yield from grants.pump(self.state, now_s)
+        if self.state.mutex.holder is None and not self.state.recovering(now_s):
+            waiter = self.state.inits.head()
+            if waiter is not None:
+                self.state.inits.remove(waiter)
+                yield requests.lock_granted(self.state, waiter, now_s)
+
+    def _drop_processes(self) -> Iterator[Action]:
+        """Processes without a worker are nobody's business."""
+        for identity, process in list(self.state.processes.items()):
+            if not process.members and self.state.watchdog.case(identity) is None:
+                del self.state.processes[identity]
+                yield Unwatch(identity)
+
+    def _record(self, actions: Iterable[Action], now_s: float) -> list[Action]:
+        """Number events, keep the last ones, and send them to who listens."""
+        out: list[Action] = []
+        for action in actions:
+            out.append(action)
+            if isinstance(action, Event):
+                self.state.event_seq += 1
+                entry = {
+                    "seq": self.state.event_seq,
+                    "name": action.name,
+                    "unix_s": round(now_s + self._unix_offset_s, 6),
+                    **action.fields,
+                }
+                self.state.events.append(entry)
+                out.extend(
+                    Notify(client.id, "event", entry)
+                    for client in self.state.clients.values()
+                    if client.listening
+                )
+        return out
+
+
+_FREEING: Final = frozenset(
+    {"unregister", "commit", "void", "release", "init_unlock", "forward_done"}
+)
+
+
+def _case_event(name: str, level: str, case: Case, **more: Any) -> Event:
+    breach = case.breach
+    return Event(
+        name,
+        level,
+        {
+            "worker": ",".join(case.workers),
+            "pid": case.identity.pid,
+            "comm": case.comm,
+            "reason": breach.reason,
+            "limit_bytes": breach.limit,
+            "measured_bytes": breach.measured,
+            "source": breach.source,
+            **more,
+        },
+    )
+
+
+def _stop_event(case: Case, freed: int, now_s: float) -> Event:
+    """The one event that tells a stop from evidence to bytes back; times count from the sample."""
+    seen_s = case.breach.taken_s
+    fence = "revoke" if case.killed_s is None else "sigkill"
+    return _case_event(
+        "stopped",
+        "warning",
+        case,
+        fence=fence,
+        seen_to_revoke_s=round(case.revoked_s - seen_s, 6),
+        seen_to_kill_s=None if case.killed_s is None else round(case.killed_s - seen_s, 6),
+        seen_to_gone_s=round(now_s - seen_s, 6),
+        measured_at_kill_bytes=case.measured_at_kill,
+        freed_bytes=freed,
+        left_bytes=0,
+    )

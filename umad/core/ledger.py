@@ -1,0 +1,270 @@
+"""The books: who holds how many bytes of which pool.
+
+Owns leases and nothing else; who a worker is, and whether memory is really there, is told from
+outside.  Rules:
+
+* A reservation counts at once; one of commit, release, expiry or its owner's death ends it,
+  each exactly once.  All parts of a lease are booked, or none.
+* Released is a claim: a lease that ends by word goes to RELEASING and stays booked until
+  ``settle`` is told how much of it is still there.
+* A pool with a parent takes its bytes from the parent too (GTT of an APU is system DRAM).
+* Invariants, checked by ``check``: the leases' sum is what each pool has booked; no pool has
+  booked less than 0; a pool above its budget got there by ``restore`` or by a budget that
+  shrank, never by a grant.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from umad.errors import InvariantBroken
+from umad.values import Lease, LeaseKind, LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool of memory: ``budget`` bytes may be booked; ``parent`` gives the same bytes too."""
+
+    name: str
+    budget: int
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A refusal: ``pool`` lacks bytes.  ``ever`` is False when it could never give them."""
+
+    pool: str
+    asked: int
+    free: int
+    budget: int
+    ever: bool
+
+
+class Ledger:
+    """Leases against pools.  Mutable, single owner; every method leaves the books whole."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, Pool] = {}
+        self._booked: dict[str, int] = {}
+        self._leases: dict[int, Lease] = {}
+        self._of_worker: dict[int, dict[int, None]] = {}
+        self._next = 1
+
+    # ------------------------------------------------------------------ pools
+
+    def set_pool(self, pool: Pool) -> None:
+        """Add a pool or change its budget; what is booked stays booked."""
+        self._pools[pool.name] = pool
+        self._booked.setdefault(pool.name, 0)
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """All pools by name."""
+        return self._pools
+
+    def booked(self, pool: str) -> int:
+        """Bytes booked in a pool, those of pools carved from it included."""
+        return self._booked[pool]
+
+    def chain(self, pool: str) -> Iterator[Pool]:
+        """The pool and its parents."""
+        name: str | None = pool
+        while name is not None:
+            found = self._pools[name]
+            yield found
+            name = found.parent
+
+    def shortage(self, parts: Iterable[tuple[str, int]]) -> Shortage | None:
+        """The first pool that lacks room for all parts together, or None if they fit."""
+        wanted: dict[str, int] = {}
+        for name, size in parts:
+            for pool in self.chain(name):
+                wanted[pool.name] = wanted.get(pool.name, 0) + size
+        for name, size in wanted.items():
+            budget = self._pools[name].budget
+            free = budget - self._booked[name]
+            if size > free:
+                return Shortage(name, size, max(0, free), budget, ever=size <= budget)
+        return None
+
+    # ----------------------------------------------------------------- leases
+
+    @property
+    def leases(self) -> Mapping[int, Lease]:
+        """All leases by id, the releasing ones included."""
+        return self._leases
+
+    def of_worker(self, worker: int) -> list[Lease]:
+        """The worker's leases, oldest first."""
+        return [self._leases[key] for key in self._of_worker.get(worker, ())]
+
+    def booked_by(self, worker: int) -> int:
+        """Bytes booked by a worker, in any state."""
+        return sum(lease.bytes for lease in self.of_worker(worker))
+
+    def reserve(
+        self,
+        worker: int,
+        kind: LeaseKind,
+        parts: tuple[tuple[str, int], ...],
+        deadline_s: float | None,
+    ) -> Lease | Shortage:
+        """Book all parts at once, or nothing and say what is short."""
+        short = self.shortage(parts)
+        if short is not None:
+            return short
+        return self._book(worker, kind, LeaseState.RESERVED, parts, deadline_s)
+
+    def restore(self, worker: int, pool: str, size: int) -> Lease:
+        """Book bytes that already exist physically, whatever the budget says.
+
+        For workers that come back after a restart of the daemon: their memory is a fact.
+        """
+        return self._book(worker, LeaseKind.LOAD, LeaseState.COMMITTED, ((pool, size),), None)
+
+    def commit(self, lease: Lease, size: int) -> Lease:
+        """Shrink a reserved lease to ``size`` bytes and end its deadline."""
+        if lease.state is not LeaseState.RESERVED or not 0 < size <= lease.bytes:
+            raise InvariantBroken(f"commit of {lease} to {size} bytes")
+        return self._resize(replace(lease, state=LeaseState.COMMITTED, deadline_s=None), size)
+
+    def release(self, lease: Lease) -> Lease:
+        """End a lease by word: it stays booked as RELEASING until settled."""
+        if lease.state is LeaseState.RELEASING:
+            raise InvariantBroken(f"{lease} was released before")
+        ended = replace(lease, state=LeaseState.RELEASING, deadline_s=None)
+        self._leases[lease.id] = ended
+        return ended
+
+    def reclaim(self, worker: int, size: int, deadline_s: float | None) -> Lease | None:
+        """Turn bytes the worker gave back a moment ago into a burst lease again.
+
+        They are still booked to it, so nobody else is short; None when they do not suffice.
+        """
+        releasing = [
+            lease
+            for lease in self.of_worker(worker)
+            if lease.state is LeaseState.RELEASING and lease.kind is LeaseKind.BURST
+        ]
+        fitting = next((lease for lease in releasing if lease.bytes >= size), None)
+        if fitting is None:
+            return None
+        pool = fitting.parts[0][0]
+        self._resize(fitting, fitting.bytes - size)
+        return self._book(worker, LeaseKind.BURST, LeaseState.RESERVED, ((pool, size),), deadline_s)
+
+    def settle(self, workers: Iterable[int], still_there: int) -> list[Lease]:
+        """Free what these workers released, down to ``still_there`` bytes; oldest first.
+
+        Returns:
+            The leases that ended or shrank, as they were before.
+        """
+        releasing = sorted(
+            (
+                lease
+                for worker in workers
+                for lease in self.of_worker(worker)
+                if lease.state is LeaseState.RELEASING
+            ),
+            key=lambda lease: lease.id,
+        )
+        gone = sum(lease.bytes for lease in releasing) - max(0, still_there)
+        changed: list[Lease] = []
+        for lease in releasing:
+            if gone <= 0:
+                break
+            freed = min(gone, lease.bytes)
+            self._resize(lease, lease.bytes - freed)
+            gone -= freed
+            changed.append(lease)
+        return changed
+
+    def drop(self, worker: int) -> int:
+        """Free everything of a worker whose process is gone; returns the bytes."""
+        leases = self.of_worker(worker)
+        for lease in leases:
+            self._resize(lease, 0)
+        return sum(lease.bytes for lease in leases)
+
+    def expired(self, now_s: float) -> list[Lease]:
+        """Leases past their deadline."""
+        return [
+            lease
+            for lease in self._leases.values()
+            if lease.deadline_s is not None and lease.deadline_s <= now_s
+        ]
+
+    def next_deadline_s(self) -> float | None:
+        """The earliest deadline of a lease."""
+        deadlines = (lease.deadline_s for lease in self._leases.values())
+        return min((at for at in deadlines if at is not None), default=None)
+
+    # ------------------------------------------------------------- invariants
+
+    def check(self) -> None:
+        """Compare the books with themselves.
+
+        Raises:
+            InvariantBroken: they contradict each other; a bug of ours.
+        """
+        sums = dict.fromkeys(self._pools, 0)
+        owned = 0
+        for lease in self._leases.values():
+            for name, size in lease.parts:
+                if size <= 0:
+                    raise InvariantBroken(f"{lease} holds {size} bytes of {name}")
+                for pool in self.chain(name):
+                    sums[pool.name] += size
+        for worker, keys in self._of_worker.items():
+            owned += len(keys)
+            if any(self._leases[key].worker != worker for key in keys):
+                raise InvariantBroken(f"worker {worker} lists a lease of somebody else")
+        if owned != len(self._leases):
+            raise InvariantBroken(f"{owned} leases have an owner, {len(self._leases)} exist")
+        if sums != self._booked:
+            raise InvariantBroken(f"leases sum to {sums}, the pools have booked {self._booked}")
+
+    # ---------------------------------------------------------------- private
+
+    def _book(
+        self,
+        worker: int,
+        kind: LeaseKind,
+        state: LeaseState,
+        parts: tuple[tuple[str, int], ...],
+        deadline_s: float | None,
+    ) -> Lease:
+        # The id doubles as the fencing token: it rises with every grant and never comes back.
+        lease = Lease(self._next, worker, kind, state, parts, self._next, deadline_s)
+        self._next += 1
+        self._leases[lease.id] = lease
+        self._of_worker.setdefault(worker, {})[lease.id] = None
+        self._count(parts, +1)
+        return lease
+
+    def _resize(self, lease: Lease, size: int) -> Lease:
+        """Cut a lease to ``size`` bytes, from its first part on; 0 ends it."""
+        parts: list[tuple[str, int]] = []
+        left = size
+        for name, had in lease.parts:
+            keep = min(had, left)
+            left -= keep
+            if keep:
+                parts.append((name, keep))
+        changed = replace(lease, parts=tuple(parts))
+        self._count(lease.parts, -1)
+        self._count(changed.parts, +1)
+        if parts:
+            self._leases[lease.id] = changed
+        else:
+            del self._leases[lease.id]
+            of_worker = self._of_worker[lease.worker]
+            del of_worker[lease.id]
+            if not of_worker:
+                del self._of_worker[lease.worker]
+        return changed
+
+    def _count(self, parts: Iterable[tuple[str, int]], sign: int) -> None:
+        for name, size in parts:
+            for pool in self.chain(name):
+                self._booked[pool.name] += sign * size

@@ -1,0 +1,136 @@
+"""The state as plain values for ``status``: what people and programs are shown.
+
+A reading that is not known is shown as None with its problem, never as 0.
+"""
+
+from typing import Any
+
+from umad.core.grants import free_now
+from umad.core.state import Member, Process, State
+from umad.core.waiting import Queue
+from umad.values import PoolReading
+
+# An answer must stay below the protocol's 64 KiB: these bounds keep it there.
+WORKERS_ANSWERED_MAX = 100
+QUEUE_ANSWERED_MAX = 50
+EVENTS_ANSWERED_MAX = 50
+TEXTS_ANSWERED_MAX = 8
+
+
+def status(state: State, now_s: float) -> dict[str, Any]:
+    """The whole state."""
+    snapshot = state.snapshot
+    members = sorted(state.members.values(), key=lambda member: member.worker.id)
+    return {
+        "generation": state.generation,
+        "recovering": state.recovering(now_s),
+        "sample": None
+        if snapshot is None
+        else {
+            "age_s": round(now_s - snapshot.taken_s, 4),
+            "duration_s": round(snapshot.duration_s, 6),
+            "anomalies": list(snapshot.anomalies[:TEXTS_ANSWERED_MAX]),
+        },
+        "pools": []
+        if snapshot is None
+        else [_pool(state, pool) for pool in snapshot.pools.values()],
+        "workers": [_worker(state, member) for member in members[:WORKERS_ANSWERED_MAX]],
+        "workers_total": len(members),
+        "processes": [
+            _process(state, process)
+            for process in list(state.processes.values())[:WORKERS_ANSWERED_MAX]
+        ],
+        "init": _init(state),
+        "queue": [entry for queue in state.queues for entry in _queue(state, queue, now_s)][
+            :QUEUE_ANSWERED_MAX
+        ],
+        "connections": len(state.clients),
+        "counters": dict(state.counters),
+    }
+
+
+def _pool(state: State, reading: PoolReading) -> dict[str, Any]:
+    pool = state.ledger.pools.get(reading.name)
+    free, binding, problem = free_now(state, reading)
+    return {
+        "name": reading.name,
+        "parent": reading.parent,
+        "capacity": reading.capacity.value,
+        "used": reading.used.value,
+        "reserve": state.reserves.get(reading.name),
+        "budget": None if pool is None else pool.budget,
+        "booked": None if pool is None else state.ledger.booked(pool.name),
+        "free": free,
+        "binding": binding,
+        "source": reading.safe.source,
+        "problem": problem[:200],
+    }
+
+
+def _worker(state: State, member: Member) -> dict[str, Any]:
+    worker = member.worker
+    return {
+        "id": worker.id,
+        "name": worker.name,
+        "pid": worker.identity.pid,
+        "state": "cut off" if member.cut_off_s and member.state != "leaving" else member.state,
+        "stage": member.stage,
+        "ratio": member.ratio,
+        "pool": worker.pool,
+        "quota": worker.quota,
+        "peak": worker.peak,
+        "booked": state.ledger.booked_by(worker.id),
+        "measured": member.measured,
+        "priority": worker.priority,
+        "pin": worker.pin,
+        "forwards": member.forwards,
+        "last_forward": dict(member.last_forward),
+    }
+
+
+def _process(state: State, process: Process) -> dict[str, Any]:
+    books = state.books_of(process)
+    reading = state.snapshot.processes.get(process.identity) if state.snapshot else None
+    case = state.watchdog.case(process.identity)
+    if case is None:
+        verdict = "ok"
+    elif case.unkillable:
+        verdict = "unkillable"
+    else:
+        verdict = "revoked" if case.killed_s is None else "killed"
+    return {
+        "pid": process.identity.pid,
+        "comm": process.comm,
+        "uid": process.uid,
+        "workers": len(process.members),
+        "bytes": None if reading is None else reading.bytes.value,
+        "source": "" if reading is None else reading.bytes.source,
+        "problem": "" if reading is None else reading.bytes.problem[:200],
+        "baseline": process.baseline,
+        "booked": books.active + books.releasing,
+        "releasing": books.releasing,
+        "limit": books.limit,
+        "verdict": verdict,
+    }
+
+
+def _init(state: State) -> dict[str, Any]:
+    holder = state.mutex.holder
+    member = None if holder is None else state.members.get(holder.worker)
+    return {
+        "holder": None if member is None else member.worker.name,
+        "waiting": len(state.inits),
+    }
+
+
+def _queue(state: State, queue: Queue, now_s: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "worker": state.members[waiter.worker].worker.name,
+            "what": waiter.what,
+            "position": position,
+            "bytes": waiter.bytes,
+            "waited_s": round(now_s - waiter.since_s, 3),
+        }
+        for position, waiter in enumerate(queue)
+    ]

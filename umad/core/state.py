@@ -1,0 +1,143 @@
+"""Everything the daemon remembers, in one place with one owner (the engine).
+
+Members (workers), clients (connections), processes, the books, the queues, the mutex, the open
+cases, the last snapshot and the counters.  Only lookups and sums live here; decisions are in
+the modules beside this one.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from umad.config import Settings
+from umad.core.access import Access, Permission
+from umad.core.audit import ProcessBooks
+from umad.core.ledger import Ledger
+from umad.core.mutex import InitMutex
+from umad.core.waiting import Queue
+from umad.core.watchdog import Watchdog
+from umad.values import Identity, LeaseState, Peer, Snapshot, Worker
+
+WORKERS_PER_CONNECTION_MAX = 64
+LEASES_PER_WORKER_MAX = 4096
+QUEUE_MAX = 1024
+EVENTS_KEPT = 256
+
+
+@dataclass(slots=True)
+class Client:
+    """One connection."""
+
+    id: int
+    peer: Peer
+    permission: Permission
+    name: str = ""
+    listening: bool = False
+    workers: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Member:
+    """A registered worker and what is known of it.  ``client`` is None while it is cut off."""
+
+    worker: Worker
+    client: int | None
+    state: str = "registered"
+    stage: str = ""
+    ratio: float = 0.0
+    measured: int | None = None
+    cut_off_s: float | None = None
+    forwards: int = 0
+    last_forward: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Process:
+    """A process with at least one worker, or with bytes that are still booked."""
+
+    identity: Identity
+    comm: str
+    uid: int
+    baseline: int
+    members: set[int] = field(default_factory=set)
+
+
+class State:
+    """See the module."""
+
+    def __init__(
+        self, settings: Settings, access: Access, generation: int, recovering_until_s: float
+    ) -> None:
+        self.settings = settings
+        self.access = access
+        self.generation = generation
+        self.recovering_until_s = recovering_until_s
+        self.ledger = Ledger()
+        self.mutex = InitMutex()
+        self.loads = Queue(QUEUE_MAX)
+        self.bursts = Queue(QUEUE_MAX)
+        self.inits = Queue(QUEUE_MAX)
+        self.watchdog = Watchdog(settings.enforcement.grace, settings.enforcement.unkillable_after)
+        self.clients: dict[int, Client] = {}
+        self.members: dict[int, Member] = {}
+        self.processes: dict[Identity, Process] = {}
+        self.snapshot: Snapshot | None = None
+        self.reserves: dict[str, int] = {}
+        self.counters: Counter[str] = Counter()
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+        self.event_seq = 0
+        self.next_worker = 1
+
+    @property
+    def queues(self) -> tuple[Queue, Queue, Queue]:
+        """Bursts before loads: a forward that waits holds memory already."""
+        return self.bursts, self.loads, self.inits
+
+    def recovering(self, now_s: float) -> bool:
+        """Former workers may still be on their way back."""
+        return now_s < self.recovering_until_s
+
+    def names(self, process: Process) -> tuple[str, ...]:
+        """The process's workers' names, sorted."""
+        return tuple(sorted(self.members[key].worker.name for key in process.members))
+
+    def books(self) -> Iterator[ProcessBooks]:
+        """The books of each process."""
+        for process in self.processes.values():
+            yield self.books_of(process)
+
+    def books_of(self, process: Process) -> ProcessBooks:
+        """One process's sums."""
+        active = releasing = 0
+        allowed, judged = process.baseline, False
+        by_pool: dict[str, int] = {}
+        loading = False
+        for key in process.members:
+            member = self.members[key]
+            booked = 0
+            for lease in self.ledger.of_worker(key):
+                booked += lease.bytes
+                if lease.state is LeaseState.RELEASING:
+                    releasing += lease.bytes
+                else:
+                    active += lease.bytes
+                for name, size in lease.parts:
+                    for pool in self.ledger.chain(name):
+                        by_pool[pool.name] = by_pool.get(pool.name, 0) + size
+            # Who has left has no quota any more, only bytes that must still come back.
+            if member.state == "leaving":
+                allowed += booked
+            else:
+                allowed += max(booked, member.worker.quota)
+                judged = True
+            loading = loading or member.state == "loading"
+        return ProcessBooks(
+            process.identity,
+            process.baseline,
+            active,
+            releasing,
+            allowed if judged else None,
+            loading,
+            tuple(sorted(by_pool.items())),
+        )

@@ -1,0 +1,137 @@
+"""Where decisions are told: the journal with fields, a terminal in words, anything else as JSON.
+
+Owns the stable MESSAGE_ID of each event.  Logging never blocks the loop: a journal that does not
+take a message loses it, and the loss is counted.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Final, Literal
+
+import structlog
+from logging_journald import JournaldTransport, check_journal_stream
+
+from umad.units import format_bytes, format_duration
+
+Format = Literal["auto", "console", "json", "journal"]
+Fields = MutableMapping[str, Any]
+
+# Stable for ever: people grep for them, catalogues explain them.  Made once with uuid4.
+MESSAGE_IDS: Final[Mapping[str, str]] = {
+    "started": "99d308f0c98947f082a4cf5071586fe5",
+    "stopping": "1435261a34fb4a88a7db4078e4c6a8bc",
+    "preflight": "d92fa5c1c8c54318b522df8ba85b212b",
+    "registered": "1accf8b3ed944b2188c4df1e98539826",
+    "rejoined": "eef1b66496294a799453306893777798",
+    "loaded": "3ce5870e227d43488dd74799903f23a4",
+    "unloaded": "6240b41545f9486083038b78dd8d5417",
+    "left": "c75a489abba34f498bb69c4f30229fc5",
+    "leaked": "20988addd53c4687b8bec73fe1ac5358",
+    "exited": "686af176b7204eb0b42ea5d0995489b1",
+    "lease_expired": "bb3a9ad207d743748764da5d0dd379ba",
+    "init_lock_expired": "f73af46741044e348b958b615931a2b4",
+    "revoked": "ca248485967849fd9e8e5211883e3cb5",
+    "complied": "bca4a5300b614d6f84c98e764aea8d06",
+    "stopped": "8f278dd674924319b1c9502ad7afbf78",
+    "unkillable": "8fca5e003640477aaf02c3bffda461dd",
+    "kill_failed": "04bea638157e4676aa32ba2717ebb16e",
+    "protocol_violation": "950bce0a058a41c6816965699b8a529d",
+    "foreign_sender": "12abd01517a64eaf920a395d159babe2",
+    "memory_unknown": "55eeee7c35464ea38e46c66b9a31bd01",
+    "memory_known": "3dc1d720eac7469cbfe44d4fa0d0e5fa",
+    "serve_exited": "16d62af10ee647fab5303c9195cd4228",
+}
+_PRIORITY: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+
+
+def configure(chosen: Format) -> structlog.typing.FilteringBoundLogger:
+    """Set structlog up for this process and return its logger.
+
+    ``auto`` is the journal where systemd has connected stderr to it, a terminal's words where
+    stderr is one, JSON lines otherwise.
+    """
+    if chosen == "auto":
+        if check_journal_stream():
+            chosen = "journal"
+        else:
+            chosen = "console" if sys.stderr.isatty() else "json"
+    processors: list[Any] = [structlog.processors.add_log_level]
+    factory: Any = structlog.PrintLoggerFactory(sys.stderr)
+    if chosen == "journal":
+        processors.append(_Journal())
+    elif chosen == "console":
+        processors += [
+            structlog.processors.TimeStamper("%H:%M:%S", utc=False),
+            _in_words,
+        ]
+    else:
+        processors += [
+            structlog.processors.TimeStamper("iso", utc=True),
+            structlog.processors.JSONRenderer(),
+        ]
+    structlog.configure(
+        processors=processors, logger_factory=factory, cache_logger_on_first_use=True
+    )
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+    return logger
+
+
+def _in_words(_logger: object, _method: str, fields: Fields) -> str:
+    """One line for a terminal: ``21:03:11  stopped  greedy  limit=300.0 MiB ...``."""
+    stamp, level = fields.pop("timestamp"), fields.pop("level")
+    event, worker = str(fields.pop("event")), fields.pop("worker", "")
+    mark = {"warning": "!", "error": "!!", "critical": "!!"}.get(level, " ")
+    rest = "  ".join(f"{_word(key)}={_value(key, value)}" for key, value in fields.items())
+    return f"{stamp} umad {mark:2}{event.replace('_', ' ')} {worker}  {rest}".rstrip()
+
+
+def _word(key: str) -> str:
+    for unit in ("_bytes", "_s"):
+        key = key.removesuffix(unit)
+    return key
+
+
+def _value(key: str, value: object) -> str:
+    if isinstance(value, int) and key.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, float) and key.endswith("_s"):
+        return format_duration(value)
+    return str(value)
+
+
+class _Journal:
+    """Sends events to journald with their fields, by its native protocol.
+
+    ``umad_`` stands before our fields, so that ``journalctl UMAD_WORKER=llama`` finds them.
+    """
+
+    def __init__(self) -> None:
+        self._transport = JournaldTransport()
+        self._transport.socket.setblocking(False)
+        self.lost = 0
+
+    def __call__(self, _logger: object, _method: str, fields: Fields) -> str:
+        event = str(fields.pop("event"))
+        level = str(fields.pop("level"))
+        text = "  ".join(f"{_word(key)}={_value(key, value)}" for key, value in fields.items())
+        pairs: list[tuple[str, object]] = [
+            ("MESSAGE", f"{event.replace('_', ' ')}: {text}" if text else event),
+            ("PRIORITY", _PRIORITY.get(level, 6)),
+            ("SYSLOG_IDENTIFIER", "umad"),
+            ("UMAD_EVENT", event),
+            *((f"UMAD_{key.upper()}", value) for key, value in fields.items()),
+        ]
+        if event in MESSAGE_IDS:
+            pairs.append(("MESSAGE_ID", MESSAGE_IDS[event]))
+        try:
+            self._transport.send(pairs)
+        except OSError:
+            self.lost += 1
+        raise structlog.DropEvent
+
+
+def exit_with(code: int, message: str) -> int:
+    """Say why the program ends, for a person and the journal alike; returns the code."""
+    os.write(2, (message.rstrip() + "\n").encode())
+    return code

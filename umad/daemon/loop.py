@@ -1,0 +1,328 @@
+"""The one loop that owns all state: messages in, looks at memory, actions out.
+
+Everything runs in one thread, so the engine needs no lock.  systemd is told that the daemon
+lives only after a finished tick, so that a hung loop is noticed and restarted.
+"""
+
+import asyncio
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+import structlog
+
+from umad import __version__
+from umad.config import Settings
+from umad.core.access import Access
+from umad.core.actions import (
+    Action,
+    Event,
+    Kill,
+    Look,
+    Notify,
+    Refuse,
+    Reply,
+    Unwatch,
+    Watch,
+)
+from umad.core.engine import Engine
+from umad.core.ports import Probe
+from umad.daemon.control import Channel, ControlServer
+from umad.daemon.effects import DryRun, Effects
+from umad.errors import InvariantBroken, RequestRejected, UmadError, VersionMismatch
+from umad.host.notify import Notifier
+from umad.values import SYSTEM_POOL, Identity, ProcessReading
+from umad.wire.frames import Limits
+from umad.wire.messages import PROTOCOL_VERSION, Notification, Request, check_params
+
+
+class Daemon:
+    """Builds nothing and reads no configuration: main.py hands it its parts."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        probe: Probe,
+        access: Access,
+        notifier: Notifier,
+        log: structlog.typing.FilteringBoundLogger,
+        generation: int,
+        restarted: bool,
+        warnings: tuple[str, ...] = (),
+        dry_run: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._probe = probe
+        self._notifier = notifier
+        self._log = log
+        self._warnings = warnings
+        self._loop = asyncio.get_running_loop()
+        now_s = self._loop.time()
+        self._started_s = now_s
+        self.engine = Engine(
+            settings,
+            access,
+            generation=generation,
+            recovering_until_s=now_s + (settings.leases.recovery if restarted else 0.0),
+            unix_offset_s=time.time() - now_s,
+        )
+        self._effects = (DryRun if dry_run else Effects)(self._loop, self._exited)
+        self._server: ControlServer | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._pinged_s = now_s
+        self._memory_known = True
+        self._stopped: asyncio.Future[int] = self._loop.create_future()
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serve until ``stop``; returns the exit code.
+
+        READY is told after the first look at memory, with the socket open: from then on a
+        client gets true answers.
+        """
+        self._loop.set_exception_handler(self._failed)
+        self._look()
+        self._server = ControlServer(
+            self._loop,
+            listener,
+            self,
+            connections_max=self._settings.daemon.connections_max,
+            trusted_uids=frozenset({0, os.getuid()}),
+            refused=lambda why: self._happened("protocol_violation", "warning", why=why),
+        )
+        self._notifier.ready(self._status_line())
+        self._log.info(
+            "started",
+            version=__version__,
+            generation=self.engine.state.generation,
+            socket=self._settings.daemon.socket,
+            budget_bytes=self._budget(),
+        )
+        self._tick_timer = self._loop.call_later(self._settings.memory.interval, self._tick)
+        try:
+            return await self._stopped
+        finally:
+            self._close()
+
+    def _failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: the books cannot be trusted any more.
+
+        Say everything and end; systemd starts us again, and we rebuild from what is there.
+        """
+        error = context.get("exception")
+        code = error.exit_code if isinstance(error, UmadError) else InvariantBroken.exit_code
+        self._log.critical(
+            "failed",
+            why=str(error or context["message"]),
+            where="".join(traceback.format_exception(error)) if error else "",
+            state=self.engine.status(self._loop.time()),
+        )
+        self.stop(code)
+
+    def stop(self, code: int = 0) -> None:
+        """End ``run`` with this exit code; the first one counts."""
+        if not self._stopped.done():
+            self._stopped.set_result(code)
+
+    # ------------------------------------------------------ control.Handler
+
+    def opened(self, channel: Channel) -> None:
+        """See control.Handler."""
+        self._do(self.engine.connected(channel.id, channel.peer))
+
+    def request(self, channel: Channel, message: Request) -> None:
+        """See control.Handler."""
+        try:
+            params = check_params(message.method, message.params)
+            if message.method == "hello":
+                channel.respond(message.id, self._hello(channel, params))
+                return
+            process: ProcessReading | None = None
+            if message.method == "register":
+                process = self._read(channel.peer.identity)
+        except RequestRejected as error:
+            channel.respond(message.id, error=error.to_wire())
+            return
+        actions = self.engine.request(
+            channel.id, message.id, message.method, params, self._loop.time(), process
+        )
+        self._do(actions)
+        if message.method == "status":
+            return
+        if not any(isinstance(action, Reply | Refuse) for action in actions):
+            self._arm_deadline()  # it waits: its bound may be the next one
+
+    def notification(self, channel: Channel, message: Notification) -> None:
+        """See control.Handler."""
+        try:
+            params = check_params(message.method, message.params)
+        except RequestRejected as error:
+            self._happened("protocol_violation", "info", why=error.message)
+            return
+        self._do(self.engine.notification(channel.id, message.method, params, self._loop.time()))
+
+    def closed(self, channel: Channel, why: str) -> None:
+        """See control.Handler."""
+        if why:
+            self.engine.state.counters["protocol_violations"] += 1
+            self._happened("protocol_violation", "warning", pid=channel.peer.identity.pid, why=why)
+        self._do(self.engine.disconnected(channel.id, self._loop.time()))
+        self._arm_deadline()
+
+    def foreign(self, channel: Channel, pid: int) -> None:
+        """See control.Handler."""
+        self.engine.state.counters["foreign_senders"] += 1
+        self._happened("foreign_sender", "warning", pid=channel.peer.identity.pid, sender_pid=pid)
+
+    def idle_allowed(self, channel: Channel) -> bool:
+        """See control.Handler."""
+        client = self.engine.state.clients.get(channel.id)
+        return client is not None and bool(client.workers or client.listening)
+
+    # -------------------------------------------------------------- the tick
+
+    def _tick(self) -> None:
+        self._look()
+        now_s = self._loop.time()
+        self._tick_timer = self._loop.call_later(self.engine.pace_s(now_s), self._tick)
+        period_s = self._notifier.watchdog_period_s
+        # Half an interval early rather than one interval late.
+        early_s = self._settings.memory.interval / 2
+        if period_s is not None and now_s - self._pinged_s >= min(period_s, 1.0) - early_s:
+            self._pinged_s = now_s
+            self._notifier.watchdog()
+            self._notifier.status(self._status_line())
+
+    def _look(self) -> None:
+        """One look at memory and what follows from it."""
+        snapshot = self._probe.sample(self.engine.state.processes, self._loop.time())
+        self._tell_if_unknown(snapshot.pools[SYSTEM_POOL].safe.problem)
+        self._do(self.engine.observe(snapshot, self._loop.time()))
+        self._arm_deadline()
+
+    def _arm_deadline(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        due_s = self.engine.next_deadline_s()
+        if due_s is not None:
+            self._deadline_timer = self._loop.call_at(due_s, self._deadline)
+
+    def _deadline(self) -> None:
+        self._do(self.engine.advance(self._loop.time()))
+        self._arm_deadline()
+
+    def _exited(self, identity: Identity) -> None:
+        self._do(self.engine.exited(identity, self._loop.time()))
+
+    # --------------------------------------------------------------- actions
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Reply(connection, request, result):
+                if (channel := self._channel(connection)) is not None:
+                    channel.respond(request, self._completed(result))
+            case Refuse(connection, request, error):
+                if (channel := self._channel(connection)) is not None:
+                    channel.respond(request, error=error.to_wire())
+            case Notify(connection, method, params):
+                if (channel := self._channel(connection)) is not None:
+                    channel.notify(method, params)
+            case Event(name, level, fields):
+                getattr(self._log, level)(name, **fields)
+            case Kill(identity, reason):
+                self._kill(identity, reason)
+            case Watch(identity):
+                self._effects.watch(identity)
+            case Unwatch(identity):
+                self._effects.unwatch(identity)
+            case Look():
+                self._look()
+
+    def _kill(self, identity: Identity, reason: str) -> None:
+        problem = self._effects.kill(identity)
+        self.engine.kill_sent(identity, self._loop.time())
+        if problem:
+            self._log.error("kill_failed", pid=identity.pid, reason=reason, why=problem)
+
+    def _hello(self, channel: Channel, params: dict[str, Any]) -> dict[str, Any]:
+        if PROTOCOL_VERSION not in params["versions"]:
+            raise VersionMismatch(
+                f"this daemon speaks protocol version {PROTOCOL_VERSION}, the client "
+                f"{params['versions']}"
+            )
+        state = self.engine.state
+        state.clients[channel.id].name = params["client"]
+        limits = Limits()
+        return {
+            "version": PROTOCOL_VERSION,
+            "daemon": f"umad {__version__}",
+            "generation": state.generation,
+            "recovering": state.recovering(self._loop.time()),
+            "limits": {
+                "message_bytes": limits.message_bytes,
+                "open_requests": limits.open_requests,
+            },
+        }
+
+    def _completed(self, result: Any) -> Any:
+        """What only the shell knows is added to a status."""
+        if "pools" in result:
+            return {
+                "daemon": {
+                    "version": __version__,
+                    "pid": os.getpid(),
+                    "uptime_s": round(self._loop.time() - self._started_s, 1),
+                    "socket": self._settings.daemon.socket,
+                    "warnings": list(self._warnings),
+                },
+                **result,
+            }
+        return result
+
+    def _channel(self, connection: int) -> Channel | None:
+        return None if self._server is None else self._server.channels.get(connection)
+
+    def _read(self, identity: Identity) -> ProcessReading:
+        """A fresh reading of one process."""
+        snapshot = self._probe.sample((*self.engine.state.processes, identity), self._loop.time())
+        return snapshot.processes[identity]
+
+    def _happened(self, event: str, level: str, **fields: Any) -> None:
+        getattr(self._log, level)(event, **fields)
+
+    def _tell_if_unknown(self, problem: str) -> None:
+        """Say once that memory cannot be read, and once that it can again."""
+        if bool(problem) == self._memory_known:
+            self._memory_known = not problem
+            if problem:
+                self._log.error("memory_unknown", why=problem)
+            else:
+                self._log.info("memory_known")
+
+    def _status_line(self) -> str:
+        state = self.engine.state
+        ready = sum(member.state == "ready" for member in state.members.values())
+        problem = "" if self._memory_known else ", MEMORY UNKNOWN"
+        return f"{ready}/{len(state.members)} workers ready{problem}"
+
+    def _budget(self) -> int | None:
+        pool = self.engine.state.ledger.pools.get(SYSTEM_POOL)
+        return None if pool is None else pool.budget
+
+    def _close(self) -> None:
+        self._notifier.stopping()
+        self._log.info("stopping")
+        for timer in (self._tick_timer, self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        self._effects.close()
