@@ -336,9 +336,10 @@ def parse(
     problems: list[Problem] = []
     lines = _Lines(text)
     built: dict[str, Any] = {}
+    models: list[tuple[int, ModelSettings]] = []
     for key, value in raw.items():
         if key == "model":
-            built["models"] = tuple(_models(value, lines, problems))
+            models.extend(_models(value, lines, problems))
         elif key not in SECTIONS:
             known = ", ".join([*SECTIONS, "model"])
             problems.append(Problem(lines.of(key), key, "", "unknown table", f"use one of {known}"))
@@ -347,13 +348,15 @@ def parse(
                 Problem(lines.of(key), key, _show(value), "must be a table", f"write [{key}]")
             )
         else:
-            built[key] = _section(SECTIONS[key], value, key, 0, lines, problems)
-    if not problems:
-        settings = Settings(**built)
-        problems.extend(_cross_checks(settings, lines, path_exists, physical_bytes))
-        if not problems:
-            return settings
-    raise _config_error(source, problems)
+            section = _section(SECTIONS[key], value, key, 0, lines, problems)
+            if section is not None:
+                built[key] = section
+    settings = Settings(**built, models=tuple(model for _, model in models))
+    problems.extend(_names_and_paths(models, lines, path_exists))
+    problems.extend(_sizes(settings, models, lines, physical_bytes))
+    if problems:
+        raise _config_error(source, problems)
+    return settings
 
 
 def defaults() -> Iterator[tuple[str, str, str, str]]:
@@ -421,7 +424,10 @@ def _section(
     return kind(**values) if len(problems) == found else None
 
 
-def _models(value: object, lines: "_Lines", problems: list[Problem]) -> Iterator[ModelSettings]:
+def _models(
+    value: object, lines: "_Lines", problems: list[Problem]
+) -> Iterator[tuple[int, ModelSettings]]:
+    """The models that could be built, each with its place among the [[model]] tables."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         problems.append(
             Problem(lines.of("model"), "model", "", "must be a list of tables", "write [[model]]")
@@ -430,27 +436,27 @@ def _models(value: object, lines: "_Lines", problems: list[Problem]) -> Iterator
     for index, entry in enumerate(value):
         model = _section(ModelSettings, entry, "model", index, lines, problems)
         if model is not None:
-            yield model
+            yield index, model
 
 
-def _cross_checks(
-    settings: Settings,
+def _names_and_paths(
+    models: list[tuple[int, ModelSettings]],
     lines: "_Lines",
     path_exists: Callable[[str], bool] | None,
-    physical_bytes: int | None,
 ) -> Iterator[Problem]:
-    """What no single value shows: names twice, paths that are not there, quotas that never fit."""
+    """What no single value shows: names given twice, folders that are not there."""
     seen: dict[str, int] = {}
-    for index, model in enumerate(settings.models):
+    for index, model in models:
+        line = lines.of("model", "name", index)
         if model.name in seen:
             yield Problem(
-                lines.of("model", "name", index),
+                line,
                 "model.name",
                 f'"{model.name}"',
                 f"also the name of the model in line {seen[model.name]}",
                 "give each its own name",
             )
-        seen.setdefault(model.name, lines.of("model", "name", index))
+        seen.setdefault(model.name, line)
         if path_exists is not None and not path_exists(model.path):
             yield Problem(
                 lines.of("model", "path", index),
@@ -459,6 +465,37 @@ def _cross_checks(
                 "there is no such folder",
                 "correct the path or copy the checkpoint there",
             )
+
+
+def _sizes(
+    settings: Settings,
+    models: list[tuple[int, ModelSettings]],
+    lines: "_Lines",
+    physical_bytes: int | None,
+) -> Iterator[Problem]:
+    """Sizes against each other and against the machine: what can never fit is said now."""
+    memory, room = settings.memory, physical_bytes
+    if room is not None and memory.reserve is not None:
+        if memory.reserve >= room:
+            yield Problem(
+                lines.of("memory", "reserve"),
+                "memory.reserve",
+                format_bytes(memory.reserve),
+                f"is not below this machine's memory ({format_bytes(room)})",
+                "lower it",
+            )
+        room = max(0, room - memory.reserve)
+    if memory.budget is not None:
+        if room is not None and memory.budget > room:
+            yield Problem(
+                lines.of("memory", "budget"),
+                "memory.budget",
+                format_bytes(memory.budget),
+                f"is above what this machine can give ({format_bytes(room)})",
+                'lower it or write "auto"',
+            )
+        room = memory.budget if room is None else min(room, memory.budget)
+    for index, model in models:
         if model.peak_bytes < model.quota:
             yield Problem(
                 lines.of("model", "peak", index),
@@ -467,35 +504,8 @@ def _cross_checks(
                 f"is below the quota ({format_bytes(model.quota)})",
                 "a load passes through its quota: raise peak or lower quota",
             )
-    room = physical_bytes
-    reserve = settings.memory.reserve
-    if room is not None and reserve is not None:
-        if reserve >= room:
-            yield Problem(
-                lines.of("memory", "reserve"),
-                "memory.reserve",
-                format_bytes(reserve),
-                f"is not below this machine's memory ({format_bytes(room)})",
-                "lower it",
-            )
-            return
-        room -= reserve
-    budget = settings.memory.budget
-    if budget is not None:
-        if room is not None and budget > room:
-            yield Problem(
-                lines.of("memory", "budget"),
-                "memory.budget",
-                format_bytes(budget),
-                f"is above what this machine can give ({format_bytes(room)})",
-                'lower it or write "auto"',
-            )
-        room = budget if room is None else min(room, budget)
-    if room is None:
-        return
-    for index, model in enumerate(settings.models):
         need = model.peak_bytes + settings.serve.runtime_quota
-        if need > room:
+        if room is not None and need > room:
             yield Problem(
                 lines.of("model", "quota", index),
                 "model.quota",

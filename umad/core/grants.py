@@ -9,7 +9,7 @@ from typing import Any
 
 from umad.core.actions import Action, Notify, Refuse, Reply
 from umad.core.audit import headroom, reserve_of
-from umad.core.ledger import Pool, Shortage
+from umad.core.ledger import Pool
 from umad.core.state import LEASES_PER_WORKER_MAX, State
 from umad.core.waiting import Queue, Waiter
 from umad.errors import (
@@ -68,10 +68,12 @@ def refusal(
     4. memory cannot be read: MemoryUnknown;
     5. no room in the books or in the machine: QuotaDenied.
     """
+    if state.snapshot is None or not state.ledger.pools:
+        return MemoryUnknown("memory has not been read yet", retry_after_s=0.2)  # 4
     asked = sum(size for _, size in parts)
     for name, _ in parts:
         if name not in state.ledger.pools:
-            known = ", ".join(sorted(state.ledger.pools)) or "none yet"
+            known = ", ".join(sorted(state.ledger.pools))
             return NeverFits(  # 1
                 f"there is no pool {name!r} on this machine; it has: {known}",
                 details={"asked_bytes": asked, "pool": name},
@@ -95,20 +97,18 @@ def refusal(
         )
     if len(state.ledger.of_worker(worker)) >= LEASES_PER_WORKER_MAX:
         return Overloaded(f"this worker holds {LEASES_PER_WORKER_MAX} leases already")  # 3
-    return _no_room(state, parts, short)
+    return _no_room(state, state.snapshot, parts)
 
 
 def _no_room(
-    state: State, parts: tuple[tuple[str, int], ...], short: Shortage | None
+    state: State, snapshot: Snapshot, parts: tuple[tuple[str, int], ...]
 ) -> UmadError | None:
-    if state.snapshot is None:
-        return MemoryUnknown("memory has not been read yet", retry_after_s=0.2)
     wanted: dict[str, int] = {}
     for name, size in parts:
         for pool in state.ledger.chain(name):
             wanted[pool.name] = wanted.get(pool.name, 0) + size
     for name, size in wanted.items():
-        reading = state.snapshot.pools.get(name)
+        reading = snapshot.pools.get(name)
         if reading is None:
             return MemoryUnknown(f"pool {name!r} cannot be read", retry_after_s=1.0)  # 4
         free, binding, problem = free_now(state, reading)
@@ -129,7 +129,6 @@ def _no_room(
                     "holders": _holders(state),
                 },
             )
-    assert short is None, "the books' shortage shows in the headroom"
     return None
 
 
