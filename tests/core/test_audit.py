@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity, process, snapshot
-from umad.core.audit import ProcessBooks, headroom, reserve_of, still_there
+from umad.core.audit import ProcessBooks, StillThere, headroom, reserve_of, still_there
 from umad.core.ledger import Pool
 from umad.units import GIB
 from umad.values import PoolReading, Reading, Snapshot
@@ -45,7 +45,14 @@ def test_a_gtt_grant_consumes_system_memory_too() -> None:
 
 def test_gpu_pages_count_as_used_of_the_unified_pool() -> None:
     books = ProcessBooks(
-        identity(7), 0, 500 * MB, 0, 500 * MB, False, (("gtt", 500 * MB), ("system", 500 * MB))
+        identity(7),
+        0,
+        500 * MB,
+        0,
+        500 * MB,
+        500 * MB,
+        False,
+        (("gtt", 500 * MB), ("system", 500 * MB)),
     )
     seen = unified(10 * GIB, 300 * MB)
     for name in ("gtt", "system"):
@@ -79,9 +86,12 @@ def test_a_capacity_that_breaks_keeps_the_last_budget() -> None:
 
 
 def test_what_is_still_there() -> None:
-    books = ProcessBooks(identity(7), 20 * MB, 100 * MB, 300 * MB, None, False, ())
+    books = ProcessBooks(identity(7), 20 * MB, 100 * MB, 300 * MB, 150 * MB, None, False, ())
     assert still_there(books, None) is None
     assert still_there(books, process(7, None)) is None
-    assert still_there(books, process(7, 0, alive=False)) == 0
-    assert still_there(books, process(7, 250 * MB)) == 130 * MB
-    assert still_there(books, process(7, 50 * MB)) == 0
+    assert still_there(books, process(7, 0, alive=False)) == StillThere(0, 0)
+    assert still_there(books, process(7, 250 * MB)) == StillThere(loads=130 * MB, bursts=80 * MB)
+    assert still_there(books, process(7, 50 * MB)) == StillThere(0, 0)
+    # 2 % of what was released is noise.
+    assert still_there(books, process(7, 126 * MB)) == StillThere(0, 0)
+    assert still_there(books, process(7, 127 * MB)) == StillThere(7 * MB, 0)

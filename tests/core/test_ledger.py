@@ -58,11 +58,11 @@ def test_released_bytes_stay_booked_until_they_are_seen_to_be_gone() -> None:
     lease = books.commit(granted(reserve(books, 1, 800)), 800)
     books.release(lease)
     assert books.booked("system") == 800
-    books.settle([1], still_there=300)
+    books.settle([1], LOAD, still_there=300)
     assert books.booked("system") == 300
-    books.settle([1], still_there=300)
+    books.settle([1], LOAD, still_there=300)
     assert books.booked("system") == 300
-    books.settle([1], still_there=0)
+    books.settle([1], LOAD, still_there=0)
     assert books.booked("system") == 0
     assert not books.leases
 
@@ -71,7 +71,7 @@ def test_settling_never_frees_what_is_in_use() -> None:
     books = ledger()
     granted(reserve(books, 1, 500))
     books.release(granted(reserve(books, 1, 200)))
-    books.settle([1], still_there=0)
+    books.settle([1], LOAD, still_there=0)
     assert books.booked("system") == 500
 
 

@@ -68,7 +68,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, still_there=st.integers(0, 800))
     def settle(self, worker: int, still_there: int) -> None:
-        self.ledger.settle([worker], still_there)
+        self.ledger.settle([worker], LeaseKind.BURST, still_there)
         releasing = [
             key for key, entry in sorted(self.model.items()) if entry[0] == worker and entry[3]
         ]

@@ -127,7 +127,8 @@ class Engine:
             books = state.books_of(process)
             left = still_there(books, snapshot.processes.get(process.identity))
             if books.releasing and left is not None:
-                state.ledger.settle(process.members, left)
+                state.ledger.settle(process.members, LeaseKind.BURST, left.bursts)
+                state.ledger.settle(process.members, LeaseKind.LOAD, left.loads)
         actions: list[Action] = []
         found = breaches(state.books(), snapshot)  # 3
         for breach in found:
@@ -137,9 +138,6 @@ class Engine:
                 actions.extend(self._carry_out(opened, now_s))
         for verdict in state.watchdog.judge(found, snapshot, now_s):
             actions.extend(self._carry_out(verdict, now_s))
-        for identity, reading in snapshot.processes.items():
-            if not reading.alive and identity in state.processes:
-                actions.extend(self._gone(identity, now_s))
         self._forget_left()
         actions.extend(self._advance(now_s))  # 4, 5
         state.ledger.check()  # 6

@@ -153,8 +153,8 @@ class Ledger:
         self._resize(fitting, fitting.bytes - size)
         return self._book(worker, LeaseKind.BURST, LeaseState.RESERVED, ((pool, size),), deadline_s)
 
-    def settle(self, workers: Iterable[int], still_there: int) -> list[Lease]:
-        """Free what these workers released, down to ``still_there`` bytes; oldest first.
+    def settle(self, workers: Iterable[int], kind: LeaseKind, still_there: int) -> list[Lease]:
+        """Free what these workers released of a kind, down to ``still_there`` bytes, oldest first.
 
         Returns:
             The leases that ended or shrank, as they were before.
@@ -164,7 +164,7 @@ class Ledger:
                 lease
                 for worker in workers
                 for lease in self.of_worker(worker)
-                if lease.state is LeaseState.RELEASING
+                if lease.state is LeaseState.RELEASING and lease.kind is kind
             ),
             key=lambda lease: lease.id,
         )

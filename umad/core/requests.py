@@ -95,7 +95,6 @@ def register(state: State, call: Call) -> Iterator[Action]:
             "choose another name or instance",
             retry_after_s=1.0,
         )
-    baseline = call.process.bytes.value if call.process and call.process.bytes.value else 0
     worker = Worker(
         state.next_worker,
         params["model"],
@@ -111,14 +110,11 @@ def register(state: State, call: Call) -> Iterator[Action]:
     state.next_worker += 1
     member = Member(worker, client.id)
     process = state.processes.get(identity)
-    held = params.get("held", 0)
+    held = params.get("held")
     if process is None:
-        # What a returning worker says it holds is not part of the interpreter's baseline.
-        process = Process(identity, client.peer.comm, client.peer.uid, max(0, baseline - held))
+        process = Process(identity, client.peer.comm, client.peer.uid, _baseline(call))
         state.processes[identity] = process
         yield Watch(identity)
-    elif held:
-        process.baseline = max(0, process.baseline - held)
     state.members[worker.id] = member
     process.members.add(worker.id)
     client.workers.add(worker.id)
@@ -127,12 +123,25 @@ def register(state: State, call: Call) -> Iterator[Action]:
         "generation": state.generation,
         "baseline": process.baseline,
     }
-    if held:
-        lease = state.ledger.restore(worker.id, pool, min(held, quota))
+    if held is not None:
+        lease = state.ledger.restore(worker.id, pool, quota)
         member.state, member.measured = "ready", held
         answer |= {"lease": lease.id, "token": lease.token}
     yield call.reply(answer)
     yield _event("registered", member, quota_bytes=quota, peak_bytes=peak, held_bytes=held)
+
+
+def _baseline(call: Call) -> int:
+    """What the process holds before its first worker; a returning one knows what it was.
+
+    Its word counts up to what is physically there: more would raise its limit.
+    """
+    now = call.process.bytes.value if call.process is not None else None
+    if now is None:
+        return 0
+    if "held" in call.params:
+        return min(now, int(call.params.get("baseline", max(0, now - call.params["held"]))))
+    return now
 
 
 def unregister(state: State, call: Call) -> Iterator[Action]:

@@ -110,6 +110,7 @@ class State:
     def books_of(self, process: Process) -> ProcessBooks:
         """One process's sums."""
         active = releasing = 0
+        quotas = 0
         allowed, judged = process.baseline, False
         by_pool: dict[str, int] = {}
         loading = False
@@ -130,6 +131,7 @@ class State:
                 allowed += booked
             else:
                 allowed += max(booked, member.worker.quota)
+                quotas += member.worker.quota
                 judged = True
             loading = loading or member.state == "loading"
         return ProcessBooks(
@@ -137,6 +139,7 @@ class State:
             process.baseline,
             active,
             releasing,
+            quotas,
             allowed if judged else None,
             loading,
             tuple(sorted(by_pool.items())),

@@ -75,6 +75,7 @@ class Daemon:
         self._tick_timer: asyncio.TimerHandle | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._pinged_s = now_s
+        self._told_ready = False
         self._memory_known = True
         self._stopped: asyncio.Future[int] = self._loop.create_future()
 
@@ -94,7 +95,7 @@ class Daemon:
             trusted_uids=frozenset({0, os.getuid()}),
             refused=lambda why: self._happened("protocol_violation", "warning", why=why),
         )
-        self._notifier.ready(self._status_line())
+        self._told_ready = self._notifier.ready(self._status_line())
         self._log.info(
             "started",
             version=__version__,
@@ -189,6 +190,8 @@ class Daemon:
         self._look()
         now_s = self._loop.time()
         self._tick_timer = self._loop.call_later(self.engine.pace_s(now_s), self._tick)
+        if not self._told_ready:  # systemd did not take it: its queue was full
+            self._told_ready = self._notifier.ready(self._status_line())
         period_s = self._notifier.watchdog_period_s
         # Half an interval early rather than one interval late.
         early_s = self._settings.memory.interval / 2

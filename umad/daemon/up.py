@@ -6,6 +6,7 @@ then the daemon.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -20,6 +21,8 @@ RESTART_AFTER_S: Final = 1.0
 STOP_WITHIN_S: Final = 15.0
 # Configuration and preflight (see main.py), and an address that is in use: no restart mends them.
 FINAL_CODES: Final = frozenset({1, 69, 78})
+# As umad.service has it: the watchman must run when everybody else wants to.
+DAEMON_NICE: Final = -10
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -38,7 +41,7 @@ async def _run(config: Path, settings: Settings, *, strict: bool, root: str | No
     ending = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, ending.set)
-    programs = [_Program("umad", daemon)]
+    programs = [_Program("umad", daemon, nice=DAEMON_NICE)]
     if not settings.models:
         _say("no [[model]] in the configuration: only the daemon runs")
     elif importlib.util.find_spec("fastapi") is None:
@@ -55,9 +58,10 @@ async def _run(config: Path, settings: Settings, *, strict: bool, root: str | No
 class _Program:
     """One supervised child."""
 
-    def __init__(self, name: str, command: list[str]) -> None:
+    def __init__(self, name: str, command: list[str], nice: int = 0) -> None:
         self._name = name
         self._command = command
+        self._nice = nice
         self._child: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -67,7 +71,7 @@ class _Program:
             self._child = await asyncio.create_subprocess_exec(
                 *self._command,
                 process_group=0,  # Ctrl-C is for us; we stop the two in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=self._in_child,
                 env=os.environ | {"UMAD_UP": "1"},
             )
             code = await self._child.wait()
@@ -84,6 +88,12 @@ class _Program:
                 continue
             return 0
 
+    def _in_child(self) -> None:
+        """Before exec: end with the supervisor, and take the priority that the unit would give."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        with contextlib.suppress(PermissionError):  # an ordinary user may not be nice to himself
+            os.nice(self._nice)
+
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL if that does not end it."""
         self._stopping = True
@@ -95,11 +105,6 @@ class _Program:
         except TimeoutError:
             self._child.kill()
             await self._child.wait()
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: SIGTERM should whoever supervises it be killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _how(code: int) -> str:

@@ -1,0 +1,20 @@
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.running import Daemon, running
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, since the path of a Unix socket is at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="umad-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[Daemon]:
+    with running(folder) as made:
+        yield made

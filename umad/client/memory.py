@@ -1,0 +1,62 @@
+"""This process's memory: how much it holds, and giving back what it no longer needs.
+
+Knows nothing of torch or of the daemon.
+"""
+
+import ctypes
+import gc
+import traceback
+from pathlib import Path
+from typing import Final
+
+_STATUS: Final = Path("/proc/self/status")
+_COUNTED: Final = ("RssAnon:", "RssShmem:")
+
+
+def process_bytes() -> int:
+    """Bytes of DRAM that only this process keeps in use: anonymous and shared-memory pages.
+
+    File mappings are left out, because the kernel drops them by itself when memory runs short;
+    weights that are to count must be anonymous (``torch_hooks.privatise``).
+    """
+    total = 0
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(_COUNTED):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def _find_trim() -> "ctypes._NamedFuncPointer | None":
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except AttributeError:  # not glibc
+        return None
+
+
+_TRIM: Final = _find_trim()
+
+
+def give_back() -> None:
+    """Collect garbage once and return free heap pages to the kernel.
+
+    Without the trim glibc keeps the high-water mark of a model that is long gone.
+    """
+    gc.collect()
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error left, and of what caused it.
+
+    They would keep the tensors of a failed load alive for as long as somebody keeps the error.
+    The lines of the traceback stay.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]

@@ -1,0 +1,302 @@
+"""Processes as the kernel shows them: identity, life, bytes, and the signals that end them.
+
+Rules: a process is a pid *and* its start time; whoever signals holds a pidfd that was checked
+against both.  Trouble with one process is the reading of that process and of no other.
+Stays out: which process to stop, and when.
+"""
+
+import ctypes
+import errno
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from umad.errors import ProbeError
+from umad.host.files import KernelFile, Unreadable, inside, parsed, read_as, read_text
+from umad.values import Identity, ProcessReading, Reading
+
+_SYS_PROCESS_MRELEASE: Final = 448  # the same number on every architecture (Linux 5.15)
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The head of /proc/PID/stat: state letter and start time in clock ticks since boot."""
+
+    state: str
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What /proc/PID/status says of life and memory; ``bytes`` is None where it says nothing."""
+
+    state: str
+    threads: int
+    bytes: int | None
+
+
+def parse_stat(data: bytes) -> Stat:
+    """Read /proc/PID/stat; the name in parentheses may hold blanks and parentheses itself.
+
+    Raises:
+        ValueError: too few fields, or a start time that is no number.
+    """
+    fields = data[data.rindex(b")") + 1 :].split()
+    if len(fields) < 20:
+        raise ValueError("too few fields")
+    return Stat(fields[0].decode("ascii", "replace"), int(fields[19]))
+
+
+def parse_status(data: bytes) -> Status:
+    """Read state, thread count and RssAnon + RssShmem (bytes) of /proc/PID/status.
+
+    Raises:
+        ValueError: no state, or a figure that is none.
+    """
+    state = _field(data, b"\nState:")
+    if not state:
+        raise ValueError("no State line")
+    anon, shmem = _field(data, b"\nRssAnon:"), _field(data, b"\nRssShmem:")
+    size = None
+    if anon and shmem:
+        size = (_kilobytes(anon) + _kilobytes(shmem)) * 1024
+    return Status(state[:1].decode("ascii", "replace"), int(_field(data, b"\nThreads:") or 1), size)
+
+
+def _field(data: bytes, key: bytes) -> bytes:
+    at = data.find(key)
+    if at < 0:
+        return b""
+    at += len(key)
+    return data[at : data.index(b"\n", at)].strip()
+
+
+def _kilobytes(text: bytes) -> int:
+    number, _, unit = text.partition(b" ")
+    if unit.strip() != b"kB" or not number.isdigit():
+        raise ValueError(f"{text[:40]!r} is no size in kB")
+    return int(number)
+
+
+def parse_statm(data: bytes) -> int:
+    """Resident bytes without the file-backed and shared ones, from /proc/PID/statm.
+
+    Raises:
+        ValueError: not the known layout.
+    """
+    fields = data.split()
+    if len(fields) < 3:
+        raise ValueError("too few fields")
+    resident, shared = int(fields[1]), int(fields[2])
+    if not 0 <= shared <= resident:
+        raise ValueError("resident and shared pages contradict each other")
+    return (resident - shared) * _PAGE_BYTES
+
+
+def process_stat(pid: int, root: str = "/") -> Stat | None:
+    """State and start time of a pid now; None when there is none or it cannot be read."""
+    try:
+        return read_as(inside(root, f"proc/{pid}/stat"), parse_stat)
+    except Unreadable:
+        return None
+
+
+def process_identity(pid: int, root: str = "/") -> Identity | None:
+    """The identity behind a pid now; None when there is none or it cannot be read."""
+    stat = process_stat(pid, root)
+    return None if stat is None else Identity(pid, stat.start_ticks)
+
+
+def comm(pid: int, root: str = "/") -> str:
+    """The short name of a process, ``""`` when it cannot be read."""
+    try:
+        return read_text(inside(root, f"proc/{pid}/comm"))
+    except Unreadable:
+        return ""
+
+
+def is_alive(identity: Identity, root: str = "/") -> bool:
+    """Whether this very process still runs; a zombie does not.
+
+    True as well when the kernel does not let us look: an error is no proof of death.
+    """
+    return _life(identity, root) != _GONE
+
+
+_GONE: Final = "gone"
+
+
+def _life(identity: Identity, root: str) -> str:
+    """``_GONE``, or "" for alive, or why it cannot be known."""
+    folder = inside(root, f"proc/{identity.pid}")
+    try:
+        stat = read_as(f"{folder}/stat", parse_stat)
+    except Unreadable as error:
+        if error.gone or (error.absent and not Path(folder).is_dir()):
+            return _GONE
+        return str(error)
+    same = stat.start_ticks == identity.start_ticks and stat.state not in "ZX"
+    return "" if same else _GONE
+
+
+class ProcessTable:
+    """Reads the bytes of the registered processes, one kept descriptor each.
+
+    A kept descriptor of /proc/PID/status never shows another process: once its own has died it
+    answers ESRCH, whoever got the pid.  So the start time is checked once, after the opening.
+
+    Args:
+        root: the folder that holds ``proc/``.
+    """
+
+    def __init__(self, root: str = "/") -> None:
+        self._root = root
+        self._keep = root == "/"
+        self._files: dict[Identity, KernelFile] = {}
+
+    def read(self, identity: Identity) -> ProcessReading:
+        """Life and host bytes of one process; never raises."""
+        path = inside(self._root, f"proc/{identity.pid}/status")
+        file = self._files.get(identity)
+        try:
+            if file is None:
+                file = KernelFile(path, keep=self._keep)
+                data = file.read()
+                known = False
+            else:
+                data = file.read()
+                known = self._keep
+            if not known:
+                stat = read_as(inside(self._root, f"proc/{identity.pid}/stat"), parse_stat)
+                if stat.start_ticks != identity.start_ticks:
+                    return self._gone(identity, "another process has this pid")
+                self._files[identity] = file
+            status = parsed(path, data, parse_status)
+        except Unreadable as error:
+            if error.gone or error.absent:
+                return self._unnamed(identity)
+            return ProcessReading(identity, True, Reading.broken("status", str(error)))
+        if status.state in "ZX" and status.threads <= 1:
+            return self._gone(identity, "zombie")
+        if status.bytes is None:
+            return self._from_statm(identity)
+        reading = Reading.of(status.bytes, "status")
+        return ProcessReading(identity, True, reading, host_bytes=status.bytes)
+
+    def keep_only(self, identities: frozenset[Identity]) -> None:
+        """Close what belongs to processes that nobody asks for any more."""
+        for identity in self._files.keys() - identities:
+            self._files.pop(identity).close()
+
+    def close(self) -> None:
+        """Give every descriptor back."""
+        self.keep_only(frozenset())
+
+    def _unnamed(self, identity: Identity) -> ProcessReading:
+        """``status`` is not there: the process is dead, or only that file is missing."""
+        life = _life(identity, self._root)
+        if life == _GONE:
+            return self._gone(identity, life)
+        if life:
+            return ProcessReading(identity, True, Reading.broken("stat", life))
+        return self._from_statm(identity)
+
+    def _from_statm(self, identity: Identity) -> ProcessReading:
+        # A leader that ended before its threads has no figures of its own; neither has a kernel
+        # thread.  statm counts no shared memory, so its source is marked.
+        try:
+            size = read_as(inside(self._root, f"proc/{identity.pid}/statm"), parse_statm)
+        except Unreadable as error:
+            return ProcessReading(identity, True, Reading.broken("statm", str(error)))
+        if size == 0:
+            problem = f"process {identity.pid} shows no pages but is alive"
+            return ProcessReading(identity, True, Reading.broken("statm", problem))
+        return ProcessReading(identity, True, Reading.of(size, "statm"), host_bytes=size)
+
+    def _gone(self, identity: Identity, how: str) -> ProcessReading:
+        file = self._files.pop(identity, None)
+        if file is not None:
+            file.close()
+        return ProcessReading(identity, False, Reading.of(0, how))
+
+
+def process_bytes(identity: Identity, root: str = "/") -> Reading:
+    """RssAnon + RssShmem of one process now, in bytes; 0 once it is gone."""
+    table = ProcessTable(root)
+    try:
+        return table.read(identity).bytes
+    finally:
+        table.close()
+
+
+def open_pidfd(identity: Identity) -> int:
+    """A descriptor that means this process and no later one with its pid; the caller closes it.
+
+    Raises:
+        ProbeError: the process is gone, the pid has passed to another, or no descriptor is left.
+    """
+    fd = _translated(f"open a pidfd of process {identity.pid}", lambda: os.pidfd_open(identity.pid))
+    if process_identity(identity.pid) != identity:
+        os.close(fd)
+        raise ProbeError(f"process {identity.pid} is not the one that started at its time any more")
+    return fd
+
+
+def kill_via(pidfd: int, signum: int) -> bool:
+    """Send a signal through a pidfd; False when the process is gone already.
+
+    Raises:
+        ProbeError: the signal may not or cannot be sent.
+    """
+    try:
+        _translated(
+            f"send {signal.Signals(signum).name}", lambda: signal.pidfd_send_signal(pidfd, signum)
+        )
+    except ProbeError as error:
+        if error.details.get("errno") == errno.ESRCH:
+            return False
+        raise
+    return True
+
+
+def mrelease(pidfd: int) -> bool:
+    """Take the memory of a dying process back at once (process_mrelease); False when it is gone.
+
+    Blocks for as long as the kernel frees pages, so it is called off the loop.
+
+    Raises:
+        ProbeError: the process is not dying, or the kernel cannot (before Linux 5.15).
+    """
+
+    def release() -> None:
+        if _libc.syscall(_SYS_PROCESS_MRELEASE, pidfd, 0) < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    try:
+        _translated("process_mrelease", release)
+    except ProbeError as error:
+        if error.details.get("errno") == errno.ESRCH:
+            return False
+        raise
+    return True
+
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_uint)
+
+
+def _translated(what: str, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except OSError as error:
+        raise ProbeError(
+            f"cannot {what}: {error.strerror}", details={"errno": error.errno}
+        ) from error

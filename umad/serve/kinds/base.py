@@ -1,0 +1,141 @@
+"""The seam between the engine and a model: ``Runner``, ``Result``, and what all kinds share.
+
+A job is a map of plain values whose shape the front has checked; its meaning is checked here.
+A refusal is ``InvalidParams``.  A job that was cancelled gives a Result that holds what was done
+until then: its caller has no use for it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from umad.errors import InvalidParams, ModelFailed
+
+if TYPE_CHECKING:
+    import torch
+
+Job = Mapping[str, Any]
+Cancelled = Callable[[], bool]
+
+# What a run takes whatever its size: kernel scratch, tokens, Python objects.
+# Source: our measurement, x86-64, torch 2.13, growth of RssAnon over a one-token run.
+RUN_BYTES: Final = 4 << 20
+SEED_MAX: Final = (1 << 63) - 1
+FUSED_ATTENTION: Final = frozenset({"sdpa", "flash_attention_2", "flash_attention_3"})
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An answer in plain values (str, int, float, bytes, list, dict): it crosses MessagePack."""
+
+    data: dict[str, Any]
+
+
+class Runner(Protocol):
+    """One loaded model.
+
+    ``kind`` is one of config.MODEL_KINDS; ``resident_bytes`` is what its parameters and buffers
+    take, each storage once.
+    """
+
+    kind: str
+    resident_bytes: int
+
+    def bytes_needed(self, job: Job) -> int:
+        """The most a run of this job holds beyond the weights, in bytes.
+
+        Pure and quick: figures of config.json and sizes of the job, no tokenizer, no device.
+
+        Raises:
+            InvalidParams: the job means nothing to this model.
+        """
+        ...
+
+    def run(self, job: Job, cancelled: Cancelled) -> Result:
+        """Answer the job, in the calling thread.
+
+        Args:
+            job: see the module of the kind.
+            cancelled: asked between steps; once it says yes, the run ends.
+
+        Raises:
+            InvalidParams: the job means nothing to this model.
+        """
+        ...
+
+
+class Stop(Exception):  # never leaves this folder
+    """Ends a library's loop from inside its callback, because the job was cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model comes from and where it goes."""
+
+    path: str
+    device: str
+    dtype: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every ``from_pretrained`` of transformers is given."""
+        placed = {} if self.device == "cpu" else {"device_map": {"": self.device}}
+        return {"local_files_only": True, "dtype": self.dtype, "use_safetensors": True, **placed}
+
+
+def read(model_class: Any, source: Source) -> Any:
+    """A model of transformers with all of its weights.
+
+    Raises:
+        ModelFailed: the files lack some; transformers would make those up by chance.
+    """
+    model, found = model_class.from_pretrained(
+        source.path, output_loading_info=True, **source.arguments
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelFailed(f"{source.path} lacks {len(missing)} weights, {missing[0]} first")
+    return model.eval()
+
+
+def text(job: Job, key: str) -> str:
+    """A text that must be there."""
+    value = job.get(key)
+    if not isinstance(value, str):
+        raise InvalidParams(f"{key} must be text, not {type(value).__name__}")
+    return value
+
+
+def whole(job: Job, key: str, low: int, high: int) -> int:
+    """A whole number that must be there, between two bounds, both included."""
+    value = job.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidParams(f"{key} must be a whole number from {low} to {high}, not {value!r}")
+    return value
+
+
+def number(job: Job, key: str, low: float, high: float, default: float) -> float:
+    """A number between two bounds, both included; ``default`` where it is missing or None."""
+    value = job.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidParams(f"{key} must be a number from {low:g} to {high:g}, not {value!r}")
+    return float(value)
+
+
+def generator(job: Job, device: "torch.device | str") -> "torch.Generator":
+    """The job's own source of chance: torch's global one is shared by all threads."""
+    import torch
+
+    source = torch.Generator(device)
+    if job.get("seed") is None:
+        source.seed()
+    else:
+        source.manual_seed(whole(job, "seed", 0, SEED_MAX))
+    return source
+
+
+def fused(config: Any) -> bool:
+    """Whether attention runs without a matrix of tokens by tokens."""
+    return getattr(config, "_attn_implementation", None) in FUSED_ATTENTION

@@ -1,0 +1,153 @@
+"""Kind "embedding": a sentence-transformers checkpoint, one vector of length 1 for each text.
+
+Job: ``texts``.  Result: ``vectors`` (one list of floats for each text), ``tokens`` (their sum).
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from umad.errors import InvalidParams, ModelFailed
+from umad.serve.kinds.base import RUN_BYTES, Cancelled, Job, Result, Source, fused
+
+TEXTS_MAX: Final = 2048
+CHARACTERS_PER_TOKEN_MAX: Final = 32
+BATCH_TOKENS: Final = 8192  # texts go together while rows times the longest stay below this
+SPECIAL_TOKENS: Final = 8  # what a tokenizer writes around a text, at most
+CONTEXT_UNKNOWN: Final = 512
+FLOAT_BYTES: Final = 8 + 24 + 4  # a list's slot, a Python float, the tensor's own
+
+
+class EmbeddingRunner:
+    """An encoder, its tokenizer, and how its tokens become one vector."""
+
+    kind = "embedding"
+
+    def __init__(self, model: Any, tokenizer: Any, folder: Path, resident_bytes: int) -> None:
+        self.resident_bytes = resident_bytes
+        self._model = model
+        self._tokenizer = tokenizer
+        self._pooling = _pooling(folder)
+        config = model.config
+        stated = _read(folder / "sentence_bert_config.json").get("max_seq_length")
+        limits = (stated, config.max_position_embeddings, tokenizer.model_max_length)
+        self._context = min([limit for limit in limits if limit] or [CONTEXT_UNKNOWN])
+
+    @classmethod
+    def load(cls, source: Source, resident: Any) -> "EmbeddingRunner":
+        """Read it from its folder."""
+        from transformers import AutoModel, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
+        model = AutoModel.from_pretrained(source.path, **source.arguments).eval()
+        return cls(model, tokenizer, Path(source.path), resident(model))
+
+    def bytes_needed(self, job: Job) -> int:
+        """The largest batch through one layer, and the vectors.
+
+        Source: the tensors of transformers' encoder layers.  For each padded token residual,
+        normed copy and its float32, queries, keys, values, output, and two of the inner size; a
+        mask of tokens by tokens for each row, and the attention matrix where it is not fused.
+        """
+        texts = _texts(job)
+        sizes = [min(len(item.encode()) + SPECIAL_TOKENS, self._context) for item in texts]
+        config, item = self._model.config, self._model.dtype.itemsize
+        heads = config.num_attention_heads
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        held = item * (8 * config.hidden_size + 2 * inner) + 8 * config.hidden_size
+        square = item + 1 + (0 if fused(config) else heads * (item + 8))
+        forward = max(rows * length * (held + length * square) for rows, length in _areas(sizes))
+        return int(forward + len(texts) * config.hidden_size * FLOAT_BYTES) + RUN_BYTES
+
+    def run(self, job: Job, cancelled: Cancelled) -> Result:
+        """Embed the texts, in batches of like length."""
+        import torch
+
+        texts = _texts(job)
+        most = CHARACTERS_PER_TOKEN_MAX * self._context
+        for at, item in enumerate(texts):
+            if len(item) > most:
+                raise InvalidParams(
+                    f"text {at} has {len(item)} characters; the model's context of "
+                    f"{self._context} tokens takes {most} at most"
+                )
+        rows = self._tokenizer(texts, padding=False, truncation=False)["input_ids"]
+        for at, row in enumerate(rows):
+            if len(row) > self._context:
+                raise InvalidParams(
+                    f"text {at} has {len(row)} tokens; the model's context is {self._context}"
+                )
+        vectors: list[list[float]] = [[]] * len(rows)
+        for batch in _batches([len(row) for row in rows]):
+            if cancelled():
+                break
+            with torch.inference_mode():
+                found = self._embed([rows[at] for at in batch])
+            for at, vector in zip(batch, found, strict=True):
+                vectors[at] = vector
+        return Result({"vectors": vectors, "tokens": sum(map(len, rows))})
+
+    def _embed(self, rows: list[list[int]]) -> list[list[float]]:
+        import torch
+
+        inputs = self._tokenizer.pad(
+            {"input_ids": rows}, return_tensors="pt", padding_side="right"
+        ).to(self._model.device)
+        states = self._model(**inputs).last_hidden_state
+        mask = inputs["attention_mask"]
+        if self._pooling == "mean":
+            weights = mask.unsqueeze(-1).to(states.dtype)
+            pooled = (states * weights).sum(1) / weights.sum(1).clamp_min(1e-9)
+        elif self._pooling == "cls":
+            pooled = states[:, 0]
+        else:
+            places = torch.arange(len(rows), device=states.device)
+            pooled = states[places, mask.sum(1) - 1]
+        vectors: list[list[float]] = torch.nn.functional.normalize(pooled.float()).tolist()
+        return vectors
+
+
+def _batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Places of texts, the longest first, grouped so that a batch stays below BATCH_TOKENS."""
+    batch: list[int] = []
+    for at in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(at)
+    yield batch
+
+
+def _areas(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Rows and padded length of each batch."""
+    for batch in _batches(sizes):
+        yield len(batch), sizes[batch[0]]
+
+
+def _texts(job: Job) -> list[str]:
+    texts = job.get("texts")
+    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
+        raise InvalidParams("texts must be a list of texts")
+    if not 1 <= len(texts) <= TEXTS_MAX:
+        raise InvalidParams(f"texts has {len(texts)} items; from 1 to {TEXTS_MAX}")
+    return texts
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _pooling(folder: Path) -> str:
+    """How the checkpoint says that its tokens become one vector; the mean where it says nothing."""
+    config = _read(folder / "1_Pooling" / "config.json")
+    legacy = [
+        key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
+        for key, value in config.items()
+        if key.startswith("pooling_mode_") and value
+    ]
+    mode = config.get("pooling_mode") or (legacy[0] if len(legacy) == 1 else legacy or "mean")
+    if mode not in ("mean", "cls", "lasttoken"):
+        raise ModelFailed(f"{folder} pools by {mode!r}; mean, cls and lasttoken are supported")
+    return str(mode)
