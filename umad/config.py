@@ -62,7 +62,7 @@ def _interval(value: object) -> float:
 def _grace(value: object) -> float:
     seconds = _seconds(value)
     if not 0 <= seconds <= 10:
-        raise _Bad("the grace must lie between 0s and 10s", 'write "75ms"')
+        raise _Bad("the grace must lie between 0s and 10s", 'write "50ms"')
     return seconds
 
 
@@ -173,11 +173,11 @@ class EnforcementSettings:
     """What happens to a worker over its quota."""
 
     grace: float = _set(
-        0.075,
+        0.05,
         _grace,
         "From the sample that shows a breach to SIGKILL, unless the bytes are back before; "
-        "75ms so that the signal has left within 100ms. 0s kills at once.",
-        '"75ms"',
+        "50ms so that the signal has left within 100ms on a busy machine too. 0s kills at once.",
+        '"50ms"',
     )
     unkillable_after: float = _set(
         5.0, _seconds, "A killed process still there after this is reported unkillable.", '"5s"'
