@@ -133,7 +133,7 @@ def test_deadlines() -> None:
     assert books.expired(10.0) == [lease]
 
 
-@pytest.mark.parametrize("damage", ["booked", "lost owner", "foreign lease", "empty part"])
+@pytest.mark.parametrize("damage", ["booked", "lost owner", "foreign lease", "sum", "empty part"])
 def test_check_finds_planted_damage(damage: str) -> None:
     books = ledger()
     lease = granted(reserve(books, 1, 10))
@@ -144,6 +144,8 @@ def test_check_finds_planted_damage(damage: str) -> None:
         books._of_worker.clear()
     elif damage == "foreign lease":
         books._of_worker[2] = books._of_worker.pop(1)
+    elif damage == "sum":
+        books._of_worker[1].active += 1
     else:
         books._leases[lease.id] = Lease(lease.id, 1, LOAD, lease.state, (("system", 0),), 1)
     with pytest.raises(InvariantBroken):

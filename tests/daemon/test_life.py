@@ -97,8 +97,9 @@ def test_the_socket_is_never_open_to_others(folder: Path) -> None:
     before = os.umask(0)
     watcher.start()
     try:
-        with running(folder):
-            pass
+        with running(folder) as daemon, Raw(daemon.socket) as peer:
+            eventually(lambda: seen)
+            assert peer.call("ping") == {}
     finally:
         os.umask(before)
         ended.set()

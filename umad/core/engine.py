@@ -23,7 +23,7 @@ from umad.core.state import Client, State
 from umad.core.watchdog import Case, Complied, KillNow, Revoke, Unkillable, Verdict
 from umad.errors import AccessDenied, RequestRejected, UnknownMethod
 from umad.units import format_bytes
-from umad.values import Identity, LeaseKind, LeaseState, Peer, ProcessReading, Snapshot
+from umad.values import Identity, LeaseKind, Peer, ProcessReading, Snapshot
 
 # While bytes are on their way back, or a victim is on its way out, a look costs less than waiting.
 FAST_PACE_S: Final = 0.01
@@ -182,7 +182,7 @@ class Engine:
         """Seconds to the next look at memory."""
         interval_s = self.state.settings.memory.interval
         busy = any(case.killed_s is not None for case in self.state.watchdog.cases) or any(
-            lease.state is LeaseState.RELEASING for lease in self.state.ledger.leases.values()
+            self.state.ledger.holding(key).releasing for key in self.state.members
         )
         return min(FAST_PACE_S, interval_s) if busy and now_s < self._fast_until_s else interval_s
 
@@ -263,7 +263,7 @@ class Engine:
         for process in self.state.processes.values():
             for key in list(process.members):
                 member = self.state.members[key]
-                if member.state == "leaving" and not self.state.ledger.of_worker(key):
+                if member.state == "leaving" and not self.state.ledger.booked_by(key):
                     self._remove(key)
                     process.members.discard(key)
 

@@ -95,7 +95,7 @@ def refusal(
             "the daemon has just started and waits for its former workers",
             retry_after_s=wait_s,
         )
-    if len(state.ledger.of_worker(worker)) >= LEASES_PER_WORKER_MAX:
+    if len(state.ledger.holding(worker).leases) >= LEASES_PER_WORKER_MAX:
         return Overloaded(f"this worker holds {LEASES_PER_WORKER_MAX} leases already")  # 3
     return _no_room(state, state.snapshot, parts)
 

@@ -14,7 +14,8 @@ outside.  Rules:
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from umad.errors import InvariantBroken
 from umad.values import Lease, LeaseKind, LeaseState
@@ -40,6 +41,28 @@ class Shortage:
     ever: bool
 
 
+@dataclass(slots=True)
+class Holding:
+    """A worker's leases and their sums, kept up to date so that no question walks the leases.
+
+    ``active`` and ``releasing`` are bytes; ``by_pool`` counts parents too.  Only the Ledger
+    writes here.
+    """
+
+    leases: dict[int, None] = field(default_factory=dict)
+    active: int = 0
+    releasing: int = 0
+    by_pool: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def booked(self) -> int:
+        """Bytes booked, in any state."""
+        return self.active + self.releasing
+
+
+NOTHING: Final = Holding()
+
+
 class Ledger:
     """Leases against pools.  Mutable, single owner; every method leaves the books whole."""
 
@@ -47,7 +70,7 @@ class Ledger:
         self._pools: dict[str, Pool] = {}
         self._booked: dict[str, int] = {}
         self._leases: dict[int, Lease] = {}
-        self._of_worker: dict[int, dict[int, None]] = {}
+        self._of_worker: dict[int, Holding] = {}
         self._next = 1
 
     # ------------------------------------------------------------------ pools
@@ -96,11 +119,15 @@ class Ledger:
 
     def of_worker(self, worker: int) -> list[Lease]:
         """The worker's leases, oldest first."""
-        return [self._leases[key] for key in self._of_worker.get(worker, ())]
+        return [self._leases[key] for key in self.holding(worker).leases]
+
+    def holding(self, worker: int) -> Holding:
+        """The worker's sums; to be read, not written."""
+        return self._of_worker.get(worker, NOTHING)
 
     def booked_by(self, worker: int) -> int:
         """Bytes booked by a worker, in any state."""
-        return sum(lease.bytes for lease in self.of_worker(worker))
+        return self.holding(worker).booked
 
     def reserve(
         self,
@@ -133,6 +160,8 @@ class Ledger:
         if lease.state is LeaseState.RELEASING:
             raise InvariantBroken(f"{lease} was released before")
         ended = replace(lease, state=LeaseState.RELEASING, deadline_s=None)
+        self._count(lease, -1)
+        self._count(ended, +1)
         self._leases[lease.id] = ended
         return ended
 
@@ -141,12 +170,20 @@ class Ledger:
 
         They are still booked to it, so nobody else is short; None when they do not suffice.
         """
-        releasing = [
-            lease
-            for lease in self.of_worker(worker)
-            if lease.state is LeaseState.RELEASING and lease.kind is LeaseKind.BURST
-        ]
-        fitting = next((lease for lease in releasing if lease.bytes >= size), None)
+        holding = self.holding(worker)
+        if holding.releasing < size:
+            return None
+        leases = (self._leases[key] for key in holding.leases)
+        fitting = next(
+            (
+                lease
+                for lease in leases
+                if lease.state is LeaseState.RELEASING
+                and lease.kind is LeaseKind.BURST
+                and lease.bytes >= size
+            ),
+            None,
+        )
         if fitting is None:
             return None
         pool = fitting.parts[0][0]
@@ -215,10 +252,13 @@ class Ledger:
                     raise InvariantBroken(f"{lease} holds {size} bytes of {name}")
                 for pool in self.chain(name):
                     sums[pool.name] += size
-        for worker, keys in self._of_worker.items():
-            owned += len(keys)
-            if any(self._leases[key].worker != worker for key in keys):
+        for worker, holding in self._of_worker.items():
+            mine = [self._leases[key] for key in holding.leases]
+            owned += len(mine)
+            if any(lease.worker != worker for lease in mine):
                 raise InvariantBroken(f"worker {worker} lists a lease of somebody else")
+            if sum(lease.bytes for lease in mine) != holding.booked:
+                raise InvariantBroken(f"worker {worker} holds {mine}, its sum is {holding.booked}")
         if owned != len(self._leases):
             raise InvariantBroken(f"{owned} leases have an owner, {len(self._leases)} exist")
         if sums != self._booked:
@@ -238,8 +278,8 @@ class Ledger:
         lease = Lease(self._next, worker, kind, state, parts, self._next, deadline_s)
         self._next += 1
         self._leases[lease.id] = lease
-        self._of_worker.setdefault(worker, {})[lease.id] = None
-        self._count(parts, +1)
+        self._of_worker.setdefault(worker, Holding()).leases[lease.id] = None
+        self._count(lease, +1)
         return lease
 
     def _resize(self, lease: Lease, size: int) -> Lease:
@@ -252,19 +292,26 @@ class Ledger:
             if keep:
                 parts.append((name, keep))
         changed = replace(lease, parts=tuple(parts))
-        self._count(lease.parts, -1)
-        self._count(changed.parts, +1)
+        self._count(lease, -1)
+        self._count(changed, +1)
         if parts:
             self._leases[lease.id] = changed
         else:
             del self._leases[lease.id]
-            of_worker = self._of_worker[lease.worker]
-            del of_worker[lease.id]
-            if not of_worker:
+            holding = self._of_worker[lease.worker]
+            del holding.leases[lease.id]
+            if not holding.leases:
                 del self._of_worker[lease.worker]
         return changed
 
-    def _count(self, parts: Iterable[tuple[str, int]], sign: int) -> None:
-        for name, size in parts:
+    def _count(self, lease: Lease, sign: int) -> None:
+        """Add a lease to all sums, or take it out."""
+        holding = self._of_worker[lease.worker]
+        for name, size in lease.parts:
             for pool in self.chain(name):
                 self._booked[pool.name] += sign * size
+                holding.by_pool[pool.name] = holding.by_pool.get(pool.name, 0) + sign * size
+        if lease.state is LeaseState.RELEASING:
+            holding.releasing += sign * lease.bytes
+        else:
+            holding.active += sign * lease.bytes

@@ -17,7 +17,7 @@ from umad.core.ledger import Ledger
 from umad.core.mutex import InitMutex
 from umad.core.waiting import Queue
 from umad.core.watchdog import Watchdog
-from umad.values import Identity, LeaseState, Peer, Snapshot, Worker
+from umad.values import Identity, Peer, Snapshot, Worker
 
 WORKERS_PER_CONNECTION_MAX = 64
 LEASES_PER_WORKER_MAX = 4096
@@ -116,21 +116,16 @@ class State:
         loading = False
         for key in process.members:
             member = self.members[key]
-            booked = 0
-            for lease in self.ledger.of_worker(key):
-                booked += lease.bytes
-                if lease.state is LeaseState.RELEASING:
-                    releasing += lease.bytes
-                else:
-                    active += lease.bytes
-                for name, size in lease.parts:
-                    for pool in self.ledger.chain(name):
-                        by_pool[pool.name] = by_pool.get(pool.name, 0) + size
+            holding = self.ledger.holding(key)
+            active += holding.active
+            releasing += holding.releasing
+            for name, size in holding.by_pool.items():
+                by_pool[name] = by_pool.get(name, 0) + size
             # Who has left has no quota any more, only bytes that must still come back.
             if member.state == "leaving":
-                allowed += booked
+                allowed += holding.booked
             else:
-                allowed += max(booked, member.worker.quota)
+                allowed += max(holding.booked, member.worker.quota)
                 quotas += member.worker.quota
                 judged = True
             loading = loading or member.state == "loading"

@@ -4,8 +4,12 @@ Owns the stable MESSAGE_ID of each event.  Logging never blocks the loop: a jour
 take a message loses it, and the loss is counted.
 """
 
+import atexit
+import contextlib
 import os
+import queue
 import sys
+import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Literal
 
@@ -57,7 +61,6 @@ def configure(chosen: Format) -> structlog.typing.FilteringBoundLogger:
         else:
             chosen = "console" if sys.stderr.isatty() else "json"
     processors: list[Any] = [structlog.processors.add_log_level]
-    factory: Any = structlog.PrintLoggerFactory(sys.stderr)
     if chosen == "journal":
         processors.append(_Journal())
     elif chosen == "console":
@@ -71,7 +74,9 @@ def configure(chosen: Format) -> structlog.typing.FilteringBoundLogger:
             structlog.processors.JSONRenderer(),
         ]
     structlog.configure(
-        processors=processors, logger_factory=factory, cache_logger_on_first_use=True
+        processors=processors,
+        logger_factory=structlog.WriteLoggerFactory(_Behind()),  # type: ignore[arg-type]
+        cache_logger_on_first_use=True,
     )
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
     return logger
@@ -98,6 +103,43 @@ def _value(key: str, value: object) -> str:
     if isinstance(value, float) and key.endswith("_s"):
         return format_duration(value)
     return str(value)
+
+
+class _Behind:
+    """A file that writes to stderr in a thread of its own.
+
+    A terminal that was stopped with Ctrl-S, or a pipe that nobody reads, must not stop the loop.
+    What does not fit in the queue is lost.
+    """
+
+    LINES_MAX: Final = 1000
+    FLUSH_WITHIN_S: Final = 1.0
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[str | None] = queue.Queue(self.LINES_MAX)
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+        atexit.register(self._finish)
+
+    def write(self, text: str) -> None:
+        """Queue a text."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(text)
+
+    def flush(self) -> None:
+        """Nothing to do: the thread writes as it can."""
+
+    def _run(self) -> None:
+        while (text := self._lines.get()) is not None:
+            try:
+                os.write(2, text.encode())
+            except OSError:
+                return  # nobody is there to read
+
+    def _finish(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        self._thread.join(self.FLUSH_WITHIN_S)
 
 
 class _Journal:

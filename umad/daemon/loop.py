@@ -54,6 +54,7 @@ class Daemon:
         restarted: bool,
         warnings: tuple[str, ...] = (),
         dry_run: bool = False,
+        ended: asyncio.Future[int],
     ) -> None:
         self._settings = settings
         self._probe = probe
@@ -77,10 +78,10 @@ class Daemon:
         self._pinged_s = now_s
         self._told_ready = False
         self._memory_known = True
-        self._stopped: asyncio.Future[int] = self._loop.create_future()
+        self._ended = ended
 
     async def run(self, listener: socket.socket) -> int:
-        """Serve until ``stop``; returns the exit code.
+        """Serve until ``ended`` has an exit code; returns it.
 
         READY is told after the first look at memory, with the socket open: from then on a
         client gets true answers.
@@ -105,7 +106,7 @@ class Daemon:
         )
         self._tick_timer = self._loop.call_later(self._settings.memory.interval, self._tick)
         try:
-            return await self._stopped
+            return await self._ended
         finally:
             self._close()
 
@@ -122,12 +123,8 @@ class Daemon:
             where="".join(traceback.format_exception(error)) if error else "",
             state=self.engine.status(self._loop.time()),
         )
-        self.stop(code)
-
-    def stop(self, code: int = 0) -> None:
-        """End ``run`` with this exit code; the first one counts."""
-        if not self._stopped.done():
-            self._stopped.set_result(code)
+        if not self._ended.done():
+            self._ended.set_result(code)
 
     # ------------------------------------------------------ control.Handler
 

@@ -19,7 +19,7 @@ from umad.core.access import Access
 from umad.daemon import listen, logs, up
 from umad.daemon.loop import Daemon
 from umad.errors import ConfigError, PreflightError, UmadError
-from umad.host import kernel, peercred, store
+from umad.host import kernel, peercred, procs, store
 from umad.host.memory import MachineProbe
 from umad.host.notify import Notifier, listen_fds
 from umad.values import SYSTEM_POOL
@@ -121,7 +121,14 @@ def _describe(finding: kernel.Finding) -> str:
 
 
 async def _serve(settings: Settings, options: Options, warnings: tuple[str, ...]) -> int:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+    # First of all: from here on a signal leaves nothing behind.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, _end_once, ended)
     log = logs.configure(options.log_format)
+    if not procs.lock_memory():
+        log.info("memory_not_locked", why="RLIMIT_MEMLOCK; the daemon can be swapped out")
     for warning in warnings:
         log.warning("preflight", finding=warning.replace("\n", "; "))
     access = Access(
@@ -144,14 +151,17 @@ async def _serve(settings: Settings, options: Options, warnings: tuple[str, ...]
             restarted=restarted,
             warnings=warnings,
             dry_run=options.dry_run,
+            ended=ended,
         )
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, daemon.stop)
         return await daemon.run(listen.adopt(passed) if listener is None else listener.socket)
     finally:
         if listener is not None:
             listener.close()
+
+
+def _end_once(ended: asyncio.Future[int]) -> None:
+    if not ended.done():
+        ended.set_result(0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ Stays out: which process to stop, and when.
 import ctypes
 import errno
 import os
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -288,6 +289,21 @@ def mrelease(pidfd: int) -> bool:
     return True
 
 
+def lock_memory() -> bool:
+    """Keep this process's pages in memory, each once it is touched; False where not allowed.
+
+    A watchman that is swapped out cannot act when he is needed.  Only where no limit can be
+    passed: under one, a later allocation would fail instead.
+    """
+    unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
+    if not unlimited and os.geteuid() != 0:
+        return False
+    return int(_libc.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT)) == 0
+
+
+_MCL_CURRENT: Final = 1
+_MCL_FUTURE: Final = 2
+_MCL_ONFAULT: Final = 4  # Linux 4.4: without it, all that is mapped would be read in
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_uint)

@@ -1,0 +1,90 @@
+"""A load under umad against plain from_pretrained, both up to the first answer.
+
+To the first answer, since from_pretrained only maps float32 weights: who reads them pays later.
+"""
+
+import gc
+import tempfile
+import time
+from pathlib import Path
+
+from tests.bench.figures import Figure, ratio
+from tests.daemon.running import CONFIG, Daemon
+
+PAIRS = 9
+
+
+def run() -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="umad-") as folder:
+        checkpoint = Path(folder) / "model"
+        _make(checkpoint)
+        daemon = Daemon(
+            Path(folder),
+            text=CONFIG.format(socket=Path(folder) / "umad.sock", more="").replace("2GiB", "6GiB"),
+        ).start()
+        try:
+            ours, theirs = _interleaved(daemon, checkpoint)
+        finally:
+            daemon.stop()
+    return [ratio("load", "load and first answer under umad, over plain", ours, theirs, 1.05)]
+
+
+def _make(folder: Path) -> None:
+    """A Llama of about 600 MiB in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.demo.words import CHAT_TEMPLATE, chat_tokenizer
+
+    tokenizer = chat_tokenizer(CHAT_TEMPLATE, 2048)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _interleaved(daemon: Daemon, checkpoint: Path) -> tuple[list[float], list[float]]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from umad.serve.loader import load
+
+    torch.set_num_threads(2)
+    job = {"prompt": "the harbour", "max_tokens": 2, "temperature": 0.0}
+
+    def plain() -> None:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        with torch.inference_mode():
+            model.generate(**tokenizer(job["prompt"], return_tensors="pt"), max_new_tokens=2)
+
+    with daemon.client() as client, client.worker("bench", quota="4GiB") as worker:
+
+        def under_umad() -> None:
+            runner = worker.load(
+                lambda: load("chat", str(checkpoint), progress=lambda _stage, _ratio: None)
+            )
+            with worker.forward(predicted=1):
+                runner.run(job, lambda: False)
+            del runner
+            worker.unload()
+
+        def timed(work: object) -> float:
+            gc.collect()
+            before = time.perf_counter()
+            work()  # type: ignore[operator]
+            return time.perf_counter() - before
+
+        timed(plain), timed(under_umad)  # the first of each imports
+        ours, theirs = [], []
+        for _ in range(PAIRS):
+            theirs.append(timed(plain))
+            ours.append(timed(under_umad))
+    return ours, theirs
