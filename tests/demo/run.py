@@ -270,7 +270,7 @@ def print_timeline(stopped: dict[str, Any], code: int) -> None:
     limit, seen = (format_bytes(stopped[key]) for key in ("limit_bytes", "measured_bytes"))
     steps = [
         (0.0, f"a look at memory shows {seen}; its limit is {limit} ({stopped['source']})"),
-        (stopped["seen_to_revoke_s"], "revoked: told to stop, account fenced"),
+        (stopped["seen_to_revoke_s"], "revoked: told to stop"),
         (
             stopped["seen_to_kill_s"],
             f"SIGKILL: it had gone on to {format_bytes(stopped['measured_at_kill_bytes'])}",

@@ -17,7 +17,7 @@ from typing import Final
 
 from umad.config import Settings
 
-RESTART_AFTER_S: Final = 1.0
+RESTART_AFTER_S: Final = 0.2  # as RestartSec= of the units
 STOP_WITHIN_S: Final = 15.0
 # Configuration and preflight (see main.py), and an address that is in use: no restart mends them.
 FINAL_CODES: Final = frozenset({1, 69, 78})

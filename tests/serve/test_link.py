@@ -1,0 +1,184 @@
+"""The link's two ends: answers, deaths, garbage, sizes."""
+
+import asyncio
+import socket
+from dataclasses import asdict
+
+import pytest
+
+from tests.serve.standin import KINDS, READY, StandIn, make_settings, run, text_handler, until
+from umad.errors import InvalidParams, ModelFailed, ModelLoading, UmadError, WorkerLost
+from umad.serve.link import (
+    EngineLink,
+    LinkPeer,
+    ModelState,
+    link_limits,
+    pack_vector,
+    unpack_vector,
+)
+
+
+async def pair(settings=None, handler=text_handler):
+    settings = settings or make_settings()
+    ours, theirs = socket.socketpair()
+    engine = StandIn(settings, handler)
+    await engine.peer.open(theirs)
+    link = EngineLink(settings)
+    lost = await link.attach(ours)
+    return link, engine, lost
+
+
+def test_a_large_job_and_a_large_answer_travel_whole():
+    async def handler(_model, job):
+        return {"images": [job["image"]]}
+
+    async def scenario():
+        link, engine, lost = await pair(handler=handler)
+        image = bytes(range(256)) * (31 << 12)  # 31 MiB, body_max is 32
+        result = await link.run("see", {"image": image}, request="a", deadline_s=1)
+        assert result["images"] == [image]
+        engine.end()
+        await lost.wait()
+
+    run(scenario())
+
+
+def test_what_is_too_large_fails_alone():
+    async def handler(_model, job):
+        return {"text": "x" * job["size"]}
+
+    async def scenario():
+        link, engine, lost = await pair(handler=handler)
+        limit = link_limits(make_settings()).message_bytes
+        with pytest.raises(ModelFailed, match="cannot travel"):
+            await link.run("talk", {"size": limit}, request="a", deadline_s=1)
+        with pytest.raises(InvalidParams):
+            await link.run("talk", {"prompt": "x" * limit}, request="b", deadline_s=1)
+        assert (await link.run("talk", {"size": 1}, request="c", deadline_s=1))["text"] == "x"
+        engine.end()
+        await lost.wait()
+
+    run(scenario())
+
+
+def test_a_death_fails_what_is_open_and_what_comes_after():
+    async def stuck(_model, _job):
+        await asyncio.Event().wait()
+
+    async def scenario():
+        link, engine, lost = await pair(handler=stuck)
+        engine.tell("talk", READY)
+        await until(lambda: link.status("talk")["state"] == "ready")
+        work = asyncio.ensure_future(link.run("talk", {}, request="a", deadline_s=1))
+        await until(lambda: engine.at_work == 1)
+        engine.end()
+        with pytest.raises(WorkerLost):
+            await work
+        await lost.wait()
+        link.back_in_s = 7.0
+        with pytest.raises(WorkerLost) as caught:
+            await link.run("talk", {}, request="b", deadline_s=1)
+        assert caught.value.retry_after_s == 7.0
+        with pytest.raises(WorkerLost):
+            link.check("talk")
+        assert link.ready() == (0, len(KINDS))
+        await link.stop(1)  # nobody there: nothing happens
+
+    run(scenario())
+
+
+def test_cancelling_tells_the_engine_and_a_late_answer_harms_nothing():
+    release = asyncio.Event()
+
+    async def handler(model, job):
+        await release.wait()
+        return await text_handler(model, job)
+
+    async def scenario():
+        link, engine, lost = await pair(handler=handler)
+        work = asyncio.ensure_future(link.run("talk", {"prompt": "a"}, request="a", deadline_s=1))
+        await until(lambda: engine.at_work == 1)
+        work.cancel()
+        await until(lambda: engine.cancelled == ["a"])
+        release.set()
+        await until(lambda: engine.at_work == 0)
+        result = await link.run("talk", {"prompt": "b"}, request="b", deadline_s=1)
+        assert result["text"] == "b"
+        engine.end()
+        await lost.wait()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "method_and_params",
+    [
+        ("nonsense", {}),
+        ("state", {}),
+        ("state", {"model": "nobody", "instance": 0, **asdict(READY)}),
+        ("state", {"model": "talk", "instance": 9, **asdict(READY)}),
+        ("state", {"model": "talk", "instance": 0, "state": "splendid"}),
+        ("state", {"model": "talk", "instance": 0, "unknown": 1}),
+    ],
+)
+def test_an_engine_that_talks_nonsense_is_dropped(method_and_params):
+    async def scenario():
+        link, engine, lost = await pair()
+        engine.peer.notify(*method_and_params)
+        await lost.wait()
+        assert not link.describe()["running"]
+        await engine.lost.wait()
+
+    run(scenario())
+
+
+def test_bytes_that_are_no_message_end_the_link():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        link = EngineLink(make_settings())
+        lost = await link.attach(ours)
+        with theirs:
+            theirs.sendall(b"\xc1garbage")
+            await lost.wait()
+
+    run(scenario())
+
+
+def test_a_request_to_the_front_ends_the_link():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        link = EngineLink(make_settings())
+        lost = await link.attach(ours)
+        peer = LinkPeer("server", link_limits(make_settings()))
+        await peer.open(theirs)
+        with pytest.raises(WorkerLost):
+            await peer.call("run", {})
+        await lost.wait()
+
+    run(scenario())
+
+
+def test_the_best_instance_speaks_for_its_model():
+    async def scenario():
+        settings = make_settings()
+        link, engine, lost = await pair(settings)
+        with pytest.raises(UmadError):
+            link.check("talk")
+        engine.tell("talk", ModelState("loading", "reading", 0.5))
+        await until(lambda: link.status("talk")["state"] == "loading")
+        with pytest.raises(ModelLoading, match=r"50% of reading") as caught:
+            link.check("talk")
+        assert caught.value.details == {
+            "model": "talk",
+            "state": "loading",
+            "stage": "reading",
+            "ratio": 0.5,
+        }
+        engine.end()
+        await lost.wait()
+
+    run(scenario())
+
+
+def test_vectors_keep_their_numbers():
+    assert unpack_vector(pack_vector([0.5, -2.0, 1e-3])) == [0.5, -2.0, pytest.approx(1e-3)]

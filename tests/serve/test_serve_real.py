@@ -1,0 +1,169 @@
+"""umad-serve whole: the real daemon, real models, the openai client, and a kill."""
+
+import base64
+import concurrent.futures
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+from PIL import Image
+
+from tests.demo.fixtures import checkpoints
+from tests.serve.processes import ROOT, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.models, pytest.mark.timeout(300)]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        threading.Event().wait(0.05)
+
+
+@contextlib.contextmanager
+def program(log: Path, module: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [sys.executable, "-m", module, "--log-format=json", *arguments]
+    with log.open("wb") as sink, subprocess.Popen(command, stderr=sink, cwd=ROOT) as process:
+        try:
+            yield process
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, log.read_text()
+        finally:
+            process.kill()
+
+
+class Served:
+    """A running umad-serve."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        wait_for(lambda: "serve.listening" in log.read_text())
+        self.base = f"http://127.0.0.1:{self.events('serve.listening')[0]['port']}"
+        self.http = httpx.Client(base_url=self.base, trust_env=False, timeout=60)
+
+    def events(self, name: str) -> list[dict]:
+        lines = (json.loads(line) for line in self.log.read_text().splitlines())
+        return [line for line in lines if line["event"] == name]
+
+    def ready(self) -> bool:
+        return self.http.get("/readyz").status_code == 200
+
+    @property
+    def engine_pid(self) -> int:
+        return int(self.events("engine.start")[-1]["pid"])
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("real")
+    places = checkpoints()
+    kinds = {"llama": "chat", "vision": "vision", "sdxl": "image", "whisper": "speech"}
+    models = {
+        name: {"kind": kind, "path": str(places / name), "quota": "200MiB", "peak": "300MiB"}
+        for name, kind in kinds.items()
+    }
+    config = write_config(folder, models, serve='runtime_quota = "1GiB"')
+    text = config.read_text().replace("[serve]", '[memory]\nbudget = "3GiB"\n[serve]')
+    # The groups of a packaged umad need not exist on the machine that runs the tests.
+    config.write_text(text.replace("[daemon]", '[daemon]\ngroup = "root"\nadmin_group = "root"'))
+    with (
+        program(folder / "daemon.log", "umad.daemon.main", f"--config={config}", "--permissive"),
+        program(folder / "serve.log", "umad.serve.main", f"--config={config}"),
+    ):
+        served = Served(folder / "serve.log")
+        with served.http:
+            wait_for(served.ready)
+            yield served
+
+
+def test_the_openai_client_gets_every_kind_of_answer(served):
+    with OpenAI(
+        base_url=served.base + "/v1",
+        api_key="unused",
+        max_retries=0,
+        http_client=httpx.Client(trust_env=False, timeout=60),
+    ) as client:
+        assert {model.id for model in client.models.list()} == {
+            "llama",
+            "vision",
+            "sdxl",
+            "whisper",
+        }
+        said = client.chat.completions.create(
+            model="llama", messages=[{"role": "user", "content": "hello"}], max_tokens=9
+        )
+        assert said.usage is not None
+        assert 1 <= said.usage.completion_tokens <= 9
+        png = io.BytesIO()
+        Image.new("RGB", (64, 64), "red").save(png, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+        seen = client.chat.completions.create(
+            model="vision",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "what?"},
+                        {"type": "image_url", "image_url": {"url": url}},
+                    ],
+                }
+            ],
+            max_tokens=3,
+        )
+        assert seen.choices[0].message.role == "assistant"
+        drawn = client.images.generate(
+            model="sdxl", prompt="a cat", size="64x64", extra_body={"steps": 1}
+        )
+        assert drawn.data is not None
+        image = Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json or "")))
+        assert image.size == (64, 64)
+        sound = io.BytesIO()
+        with wave.open(sound, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16000)
+            file.writeframes(bytes(32000))
+        heard = client.audio.transcriptions.create(
+            model="whisper", file=("a.wav", sound.getvalue()), response_format="verbose_json"
+        )
+        assert heard.duration == 1.0
+
+
+def test_threads_stay_few_after_forwards_of_every_worker(served):
+    for _ in range(3):
+        body = {"model": "llama", "prompt": "x", "max_tokens": 2}
+        assert served.http.post("/v1/completions", json=body).status_code == 200
+    threads = list(Path(f"/proc/{served.engine_pid}/task").iterdir())
+    assert len(threads) <= 8 + 2 * (os.cpu_count() or 1)
+
+
+def test_a_killed_engine_costs_503s_and_comes_back_with_all_models(served):
+    body = {"model": "llama", "prompt": "x", "max_tokens": 100_000}
+    first = served.engine_pid
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(served.http.post, "/v1/completions", json=body) for _ in range(6)]
+        wait_for(lambda: served.http.get("/status").json()["models"]["llama"]["requests"] == 6)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: all(answer.done() for answer in answers), 5)
+    for answer in answers:
+        assert answer.result().status_code == 503
+        assert answer.result().json()["error"]["code"] == "worker_lost"
+        assert int(answer.result().headers["retry-after"]) >= 1
+    assert served.http.get("/healthz").status_code == 200
+    wait_for(served.ready)
+    assert served.engine_pid != first
+    body["max_tokens"] = 2
+    assert served.http.post("/v1/completions", json=body).status_code == 200

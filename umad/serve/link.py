@@ -1,0 +1,341 @@
+"""The link between the front and its engine: MessagePack-RPC over a socket pair, both ways.
+
+Owns the form of what the two say to each other and each one's view of the other:
+``LinkPeer`` is one end, ``EngineLink`` is what the front knows of an engine that comes and goes.
+
+| from | message | params |
+|---|---|---|
+| front | request ``run`` | ``model``, ``job``, ``request`` (id), ``deadline_s`` (of its queuing) |
+| front | notification ``cancel`` | ``request`` |
+| front | request ``stop`` | answered when the workers are gone |
+| engine | notification ``state`` | ``model``, ``instance`` and the fields of ``ModelState`` |
+
+Rules: every ``run`` is answered, cancelled ones too; a vector travels as little-endian float32
+bytes; the death of one end is an event for the other, never an exception out of the loop.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+import structlog
+
+from umad.config import Settings
+from umad.errors import (
+    InvalidParams,
+    LocalProtocolError,
+    ModelFailed,
+    ModelLoading,
+    RemoteProtocolError,
+    UmadError,
+    WorkerLost,
+    from_wire,
+)
+from umad.wire.connection import Connection
+from umad.wire.frames import Limits
+from umad.wire.messages import Message, Notification, Request, Response
+
+MODEL_STATES: Final = ("ready", "loading", "waiting", "failed")  # best first
+_MESSAGE_BYTES_MIN: Final = 64 << 20
+log = structlog.get_logger()
+
+
+def link_limits(settings: Settings) -> Limits:
+    """The caps of the link; both ends compute them from the same configuration."""
+    serve = settings.serve
+    return Limits(
+        # A job is never larger than the body it came in, but for the names of its fields.
+        message_bytes=max(_MESSAGE_BYTES_MIN, serve.body_max + (1 << 20)),
+        elements=1 << 16,
+        # The gate bounds what is open; twice that leaves room for cancelled ones.
+        open_requests=16 + 2 * sum(serve.queue_max + model.instances for model in settings.models),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Where one instance of a model is.
+
+    ``stage`` and ``ratio`` (0..1) are the load's progress, ``resident`` its bytes once ready,
+    ``error`` an error map that says why it is not, ``retry_after_s`` when that may change.
+    """
+
+    state: str = "waiting"
+    stage: str = ""
+    ratio: float = 0.0
+    resident: int = 0
+    error: Mapping[str, Any] | None = None
+    retry_after_s: float | None = None
+
+
+class LinkPeer(asyncio.Protocol):
+    """One end of the link; lives in one event loop.
+
+    Args:
+        role: "client" for the front, "server" for the engine.
+        limits: as ``link_limits`` says.
+        on_request: gets (id, method, params) and calls ``answer`` now or later.
+        on_notification: gets (method, params).
+        on_lost: called once, after every open call has failed.
+    """
+
+    def __init__(
+        self,
+        role: Literal["client", "server"],
+        limits: Limits,
+        *,
+        on_request: Callable[[int, str, dict[str, Any]], None] | None = None,
+        on_notification: Callable[[str, dict[str, Any]], None] | None = None,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self._connection = Connection(role, limits, handshake=False)
+        self._on_request = on_request
+        self._on_notification = on_notification
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+
+    async def open(self, sock: socket.socket) -> None:
+        """Begin on this end of a socket pair; the socket belongs to the loop from here on."""
+        sock.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+
+    async def call(self, method: str, params: Mapping[str, Any]) -> Any:
+        """Ask the other end.
+
+        Raises:
+            WorkerLost: the other end is gone, or went before it answered.
+            UmadError: what it answered.
+            LocalProtocolError: the request is too large for the link.
+        """
+        if self._transport is None:
+            raise _lost()
+        ident, data = self._connection.send_request(method, params)
+        self._transport.write(data)
+        answer = self._calls[ident] = asyncio.get_running_loop().create_future()
+        return await answer
+
+    def notify(self, method: str, params: Mapping[str, Any]) -> None:
+        """Tell the other end; nothing happens when it is gone."""
+        if self._transport is not None:
+            self._transport.write(self._connection.send_notification(method, params))
+
+    def answer(
+        self, ident: int, *, result: Any = None, error: Mapping[str, Any] | None = None
+    ) -> None:
+        """Answer a request, once; nothing happens when the other end is gone."""
+        if self._transport is None:
+            return
+        try:
+            data = self._connection.send_response(ident, result=result, error=error)
+        except LocalProtocolError as fault:
+            refused = ModelFailed(f"the answer cannot travel: {fault.message}")
+            data = self._connection.send_response(ident, error=refused.to_wire())
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """End the link from this end."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        try:
+            for message in self._connection.feed(data):
+                self._receive(message)
+        except RemoteProtocolError as error:
+            log.error("link.broken", reason=error.message)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._transport = None
+        self._connection.close()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(_lost())
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Response):
+            call = self._calls.pop(message.id)
+            if call.done():  # cancelled meanwhile
+                return
+            if message.error is None:
+                call.set_result(message.result)
+            else:
+                call.set_exception(from_wire(message.error))
+        elif isinstance(message, Request):
+            if self._on_request is None:
+                raise RemoteProtocolError(f"this end takes no requests, got {message.method}")
+            self._on_request(message.id, message.method, message.params)
+        elif isinstance(message, Notification) and self._on_notification is not None:
+            self._on_notification(message.method, message.params)
+
+
+class EngineLink:
+    """What the front knows of its engine, and how it asks it for work.
+
+    The supervisor attaches each new engine and sets ``restarts`` and ``back_in_s`` (when a lost
+    engine is started again); the application reads and calls ``run``.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._limits = link_limits(settings)
+        self._instances = {model.name: model.instances for model in settings.models}
+        self._peer: LinkPeer | None = None
+        self._states: dict[str, list[ModelState]] = {}
+        self._forget("the inference process is starting")
+        self.restarts = 0
+        self.back_in_s = 1.0
+        self.on_change: Callable[[str, ModelState], None] = lambda _model, _state: None
+
+    async def attach(self, sock: socket.socket) -> asyncio.Event:
+        """Begin with a new engine; the event is set when it is lost."""
+        lost = asyncio.Event()
+
+        def on_lost() -> None:
+            self._peer = None
+            self._forget("the inference process ended and is being started again")
+            lost.set()
+
+        peer = LinkPeer("client", self._limits, on_notification=self._note, on_lost=on_lost)
+        await peer.open(sock)
+        self._peer = peer
+        return lost
+
+    def check(self, model: str) -> None:
+        """Pass when the model takes requests.
+
+        Raises:
+            UmadError: of status 503, why it does not.
+        """
+        best = self._best(model)
+        if best.state == "ready":
+            return
+        shown = {"model": model, "state": best.state, "stage": best.stage, "ratio": best.ratio}
+        if best.error is None:
+            raise ModelLoading(
+                f"{model} is {best.state} ({best.ratio:.0%} of {best.stage or 'its load'})",
+                retry_after_s=best.retry_after_s or 5,
+                details=shown,
+            )
+        error = from_wire(best.error)
+        if error.http_status != 503:  # what is wrong with a load is no fault of a request
+            error = ModelFailed(f"{model} is not loaded: {error.message}", details=error.details)
+        error.retry_after_s = best.retry_after_s or error.retry_after_s or self.back_in_s
+        error.details |= shown
+        raise error
+
+    async def run(
+        self, model: str, job: Mapping[str, Any], *, request: str, deadline_s: float
+    ) -> Mapping[str, Any]:
+        """Have a job done; cancelling this cancels the job.
+
+        Args:
+            model: its name.
+            job: the plain map of the model's kind.
+            request: an id that no other open request has.
+            deadline_s: how long it may wait for its turn.
+
+        Raises:
+            InvalidParams: the job holds what the link cannot carry.
+            UmadError: the engine's refusal; ``WorkerLost`` when it ended meanwhile.
+        """
+        if self._peer is None:
+            raise _lost(self.back_in_s)
+        peer = self._peer
+        asked = {"model": model, "job": job, "request": request, "deadline_s": deadline_s}
+        try:
+            result = await peer.call("run", asked)
+        except asyncio.CancelledError:
+            peer.notify("cancel", {"request": request})
+            raise
+        except LocalProtocolError as error:
+            raise InvalidParams(
+                f"the request cannot travel to the model: {error.message}"
+            ) from error
+        if not isinstance(result, Mapping):
+            raise RemoteProtocolError("the engine answered with something that is no map")
+        return result
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the engine to unload and end; its word is not needed."""
+        if self._peer is not None:
+            with contextlib.suppress(TimeoutError, UmadError):
+                await asyncio.wait_for(self._peer.call("stop", {}), timeout_s)
+
+    def drop(self) -> None:
+        """Close the link to the engine."""
+        if self._peer is not None:
+            self._peer.close()
+
+    def status(self, model: str) -> dict[str, Any]:
+        """A model's state as plain values, its instances too where it has more than one."""
+        shown = asdict(self._best(model))
+        if self._instances[model] > 1:
+            shown["instances"] = [asdict(state) for state in self._states[model]]
+        return shown
+
+    def describe(self) -> dict[str, Any]:
+        """The engine itself as plain values."""
+        return {"running": self._peer is not None, "restarts": self.restarts}
+
+    def ready(self) -> tuple[int, int]:
+        """(models that take requests, all models)."""
+        names = self._instances
+        return sum(self._best(name).state == "ready" for name in names), len(names)
+
+    def _best(self, model: str) -> ModelState:
+        return min(self._states[model], key=lambda state: MODEL_STATES.index(state.state))
+
+    def _forget(self, why: str) -> None:
+        unknown = ModelState(error=WorkerLost(why).to_wire())
+        self._states = {name: [unknown] * count for name, count in self._instances.items()}
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        try:
+            if method != "state":
+                raise RemoteProtocolError(f"the engine sent an unknown notification {method}")
+            model, instance = params.pop("model"), params.pop("instance")
+            state = ModelState(**params)
+            if state.state not in MODEL_STATES:
+                raise RemoteProtocolError("the engine reported a state that does not exist")
+            self._states[model][instance] = state
+        except (KeyError, IndexError, TypeError) as error:
+            raise RemoteProtocolError("the engine sent a state that cannot be read") from error
+        self.on_change(model, state)
+
+
+def pack_vector(values: Iterable[float]) -> bytes:
+    """A vector as it travels: little-endian float32."""
+    packed = array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_vector(data: bytes) -> list[float]:
+    """The numbers of a vector that travelled."""
+    packed = array("f", data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
+
+
+def _lost(back_in_s: float = 1.0) -> WorkerLost:
+    return WorkerLost(
+        "the inference process ended and is being started again", retry_after_s=back_in_s
+    )

@@ -1,0 +1,186 @@
+"""``umad-serve``: the HTTP front with its engine behind it.
+
+Builds every part and owns the process: flags, signals, the listening socket, systemd, exit codes.
+Exit codes: 0 ended as asked, 1 the address cannot be had, 2 wrong flags, 78 the configuration
+cannot be used.  Imports nothing heavy before the flags are read; torch never.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from umad import __version__
+from umad.config import Settings, parse
+from umad.errors import ConfigError
+from umad.serve.logs import FORMATS
+
+if TYPE_CHECKING:
+    import uvicorn
+
+DEFAULT_CONFIG: Final = "/etc/umad/umad.toml"
+TICK_S: Final = 1
+CONNECTIONS_MAX: Final = 2000  # the last resort, below common limits of open files
+DRAIN_S: Final = 5  # what is in work may still finish within this after SIGTERM
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the front until SIGTERM or SIGINT; returns the exit code."""
+    flags = _flags(arguments)
+    try:
+        text = read_config(flags.config)
+        settings = check_config(text, flags.config)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)  # noqa: T201  for whoever started it
+        return error.exit_code
+    try:
+        listener = _listen(*settings.serve.listen)
+    except OSError as error:
+        host, port = settings.serve.listen
+        print(  # noqa: T201
+            f"umad-serve: cannot listen on {host}:{port}: {error.strerror or error}; "
+            "end what holds it or change serve.listen",
+            file=sys.stderr,
+        )
+        return 1
+    from umad.serve import logs
+
+    logs.configure(flags.log_format, "umad-serve")
+    asyncio.run(_serve(settings, listener, _kept(text), flags.log_format))
+    return 0
+
+
+def read_config(config: str) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(config).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError(f"{config}: cannot be read: {why}; name another with --config") from error
+
+
+def check_config(text: str, source: str) -> Settings:
+    """The settings in a configuration's text.
+
+    Raises:
+        ConfigError: they cannot be used; the message says where and why.
+    """
+    return parse(text, source=source, path_exists=lambda path: Path(path).exists())
+
+
+def _flags(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="umad-serve", description="The OpenAI-compatible inference server of umad."
+    )
+    parser.add_argument("--config", default=DEFAULT_CONFIG, help="default: %(default)s")
+    parser.add_argument("--log-format", choices=FORMATS, default="auto", help="default: auto")
+    parser.add_argument("--version", action="version", version=f"umad {__version__}")
+    return parser.parse_args(arguments)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def _kept(text: str) -> int:
+    """A file descriptor that holds the configuration as it was read.
+
+    Every engine reads this one: the file may change long before somebody restarts the service,
+    and a new engine must not know other models than the front.
+    """
+    kept = os.memfd_create("umad.toml")
+    with open(kept, "wb", closefd=False) as file:
+        file.write(text.encode())
+    return kept
+
+
+async def _serve(
+    settings: Settings, listener: socket.socket, config_fd: int, log_format: str
+) -> None:
+    import sdnotify
+    import structlog
+    import uvicorn
+
+    from umad.serve.app import create_app
+    from umad.serve.link import EngineLink, ModelState
+    from umad.serve.supervisor import Supervisor, engine_command, engine_environment
+
+    log = structlog.get_logger()
+    host, port = listener.getsockname()[:2]
+    log.info("serve.listening", host=host, port=port, models=[m.name for m in settings.models])
+    notifier = sdnotify.SystemdNotifier()
+    link = EngineLink(settings)
+    supervisor = Supervisor(
+        link, engine_command(config_fd, log_format), engine_environment(os.environ), (config_fd,)
+    )
+
+    def tell_status() -> None:
+        ready, models = link.ready()
+        notifier.notify(f"STATUS={ready}/{models} models ready")
+
+    def on_change(model: str, state: ModelState) -> None:
+        supervisor.note_state(model, state)
+        tell_status()
+
+    async def on_tick() -> None:
+        # READY once the socket is served; systemd takes a second one for what it is, nothing.
+        # WATCHDOG comes from the loop that serves, so a hung loop does not look well.
+        notifier.notify("READY=1\nWATCHDOG=1")
+        tell_status()
+
+    link.on_change = on_change
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(settings, link),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            limit_concurrency=CONNECTIONS_MAX,
+            timeout_graceful_shutdown=DRAIN_S,
+            callback_notify=on_tick,
+            timeout_notify=TICK_S,
+        )
+    )
+    with _signals_end(server):
+        supervision = asyncio.ensure_future(supervisor.run())
+        # A supervisor that fails is our bug: end, so that systemd starts all of it afresh.
+        supervision.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        await server.serve(sockets=[listener])
+        notifier.notify("STOPPING=1")
+        supervisor.stop()
+        await supervision
+    log.info("serve.ended")
+
+
+@contextlib.contextmanager
+def _signals_end(server: "uvicorn.Server") -> Iterator[None]:
+    """SIGTERM and SIGINT end the server, the engine after it, and then this program with 0.
+
+    uvicorn catches both while it serves and raises them again when it has ended, for a program
+    that has nothing left to do; ours still has its engine to stop, so the echo lands here.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, setattr, server, "should_exit", True)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
