@@ -165,6 +165,13 @@ class BodyTooLarge(RequestRejected):
     http_status = 413
 
 
+class BodyTimeout(RequestRejected):
+    """A request body did not arrive in time; the client's or its network's fault."""
+
+    code = "body_timeout"
+    http_status = 408
+
+
 class QuotaDenied(RequestRejected):
     """There is no room now; ``details`` says what was asked, what is free and who holds it."""
 

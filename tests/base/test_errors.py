@@ -26,7 +26,7 @@ def test_an_error_survives_the_wire(kind: type[UmadError]) -> None:
 
 def test_a_refusal_is_never_a_server_error() -> None:
     for kind in errors.leaves(errors.RequestRejected):
-        assert kind.http_status in (400, 403, 404, 409, 413, 429, 503)
+        assert kind.http_status in (400, 403, 404, 408, 409, 413, 429, 503)
 
 
 @pytest.mark.parametrize("sent", [None, 5, "no", [1]])

@@ -13,6 +13,7 @@ from umad.errors import (
     NameTaken,
     NeverFits,
     Overloaded,
+    QuotaDenied,
     QuotaExceeded,
     UnknownMethod,
     WaitedTooLong,
@@ -242,8 +243,9 @@ def test_a_wait_has_a_bound_and_a_reason(drive: Drive) -> None:
     request = drive.ask(8, "reserve", worker=worker, wait_s=3.0)
     drive.pass_time(3.0)
     error = drive.answer(request)
-    assert isinstance(error, WaitedTooLong)
+    assert isinstance(error, QuotaDenied)
     assert error.details["free_bytes"] == 548 * MB
+    assert error.details["waited_s"] == 3.0
     assert "waited 3.0 s" in error.message
     drive.exit(7)
     drive.call(8, "reserve", worker=worker)

@@ -176,7 +176,7 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("/v1/embeddings", {"model": "embed", "input": [1, 2]}, "token numbers"),
     ("/v1/embeddings", {"model": "embed", "input": "a", "dimensions": 8}, "dimensions"),
     ("/v1/images/generations", {"model": "paint", "prompt": "x", "size": "big"}, "size"),
-    ("/v1/images/generations", {"model": "paint", "prompt": "x", "size": "64x9999"}, "side"),
+    ("/v1/images/generations", {"model": "paint", "prompt": "x", "size": "64x20000"}, "side"),
     (
         "/v1/images/generations",
         {"model": "paint", "prompt": "x", "response_format": "url"},

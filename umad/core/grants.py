@@ -170,19 +170,18 @@ def pump(state: State, now_s: float) -> Iterator[Action]:
 
 
 def give_up(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
-    """Answer a waiter whose bound has come, with the reason it could not be served."""
+    """Answer a waiter whose bound has come.
+
+    With the reason it could not be served, which tells a machine that is short of memory (503 to
+    an HTTP client) from a line that is long (429).
+    """
+    waited_s = now_s - waiter.since_s
     error = refusal(state, waiter.parts, waiter.worker, now_s) if waiter.parts else None
-    waited = now_s - waiter.since_s
-    yield from _refuse(
-        state,
-        waiter,
-        WaitedTooLong(
-            f"waited {waited:.1f} s for {waiter.what}: "
-            + (error.message if error is not None else "its turn did not come"),
-            retry_after_s=1.0,
-            details={**(error.details if error is not None else {}), "waited_s": round(waited, 3)},
-        ),
-    )
+    if error is None:
+        error = WaitedTooLong("its turn did not come", retry_after_s=1.0)
+    error.message = f"waited {waited_s:.1f} s for {waiter.what}: {error.message}"
+    error.details["waited_s"] = round(waited_s, 3)
+    yield from _refuse(state, waiter, error)
 
 
 def queued(waiter: Waiter, position: int, reason: str) -> Notify:

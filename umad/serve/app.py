@@ -315,7 +315,10 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     # Place and reason only: pydantic's full text would repeat what the client wrote.
     found = [
-        (".".join(str(part) for part in problem["loc"][1:]), str(problem["msg"]))
+        (
+            ".".join(str(part) for part in problem["loc"][1:]),
+            str(problem["msg"]).removeprefix("Value error, "),
+        )
         for problem in error.errors()
     ]
     message = "; ".join(f"{place}: {why}" if place else why for place, why in found[:8])

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from umad.config import ModelSettings, ServeSettings
-from umad.errors import BodyTooLarge, InvalidParams, Overloaded, RequestRejected, UmadError
+from umad.errors import BodyTimeout, BodyTooLarge, InvalidParams, Overloaded, UmadError
 from umad.units import format_bytes
 
 BODY_TIMEOUT_S: Final = 60.0
@@ -33,13 +33,6 @@ BODIES_HELD: Final = 4
 # programs say to each other (a lease that expired is a 409 between them).
 _SHOWN: Final = frozenset({400, 404, 405, 408, 413, 429, 503})
 _TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable_error", 500: "server_error"}
-
-
-class BodyTimeout(RequestRejected):
-    """A request body did not arrive in time; the client's or its network's fault."""
-
-    code = "body_timeout"
-    http_status = 408
 
 
 def retry_after_s(base_s: float | None) -> int:
