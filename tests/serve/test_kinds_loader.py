@@ -170,4 +170,5 @@ def test_a_model_without_a_template_takes_plain_prompts_only(tmp_path: Path) -> 
     bare = load("chat", str(folder), progress=no_progress)
     with pytest.raises(InvalidParams, match="no chat template"):
         bare.run({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, lambda: False)
-    assert bare.run({"prompt": "x", "max_tokens": 1}, lambda: False).data["text"]
+    answer = bare.run({"prompt": "x", "max_tokens": 1}, lambda: False).data
+    assert answer["completion_tokens"] == 1  # a random token may be half a character: no text
