@@ -31,7 +31,10 @@ class Figure:
 def ratio(
     key: str, figure: str, ours: Sequence[float], theirs: Sequence[float], limit: float
 ) -> Figure:
-    """Medians of interleaved runs, ours over theirs; the extremes are those of run pairs."""
+    """Medians of interleaved runs, ours over theirs; the extremes are those of run pairs.
+
+    ``rival`` is the median of theirs, in the unit it was measured in.
+    """
     pairs = [our / their for our, their in zip(ours, theirs, strict=True)]
     value = statistics.median(ours) / statistics.median(theirs)
     return Figure(
