@@ -4,7 +4,7 @@
 PYTHON ?= $(shell for p in /usr/bin/python3 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt
-SOURCES := umad tests
+SOURCES := umad tests packaging
 
 .PHONY: help setup fix check test test-all test-gpu bench run package clean
 
