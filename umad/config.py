@@ -1,287 +1,42 @@
 """Configuration: TOML text -> checked, frozen Settings.
 
-Owns every setting with its default, its meaning and its check; etc/umad.toml and umad.toml(5)
-are held equal to this table by a test.  Reads no file: the caller brings the text, and a
-predicate that says whether a path exists.  All problems of a text are found in one go, each
-with line, key, value, reason and remedy.
+The settings themselves are in ``settings``; etc/umad.toml is held equal to them by a test.  Reads
+no file: the caller brings the text, and a predicate that says whether a path exists.  All problems
+of a text are found in one go, each with line, key, value, reason and remedy.
 """
 
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from dataclasses import dataclass, fields
+from typing import Any
 
 from umad.errors import ConfigError
-from umad.units import UnitError, format_bytes, parse_bytes, parse_duration
+from umad.settings import (
+    SECTIONS,
+    BadValue,
+    DaemonSettings,
+    EnforcementSettings,
+    LeaseSettings,
+    MemorySettings,
+    ModelSettings,
+    ServeSettings,
+    Settings,
+)
+from umad.units import format_bytes
 
-MODEL_KINDS: Final = ("chat", "vision", "image", "speech", "embedding")
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-class _Bad(ValueError):
-    """A value that a check refuses: (why, remedy)."""
-
-    def __init__(self, why: str, remedy: str) -> None:
-        super().__init__(why)
-        self.why, self.remedy = why, remedy
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, str):
-        raise _Bad("a size is text with a unit", 'write it like "4GiB"')
-    try:
-        size = parse_bytes(value)
-    except UnitError as error:
-        raise _Bad(str(error), 'write it like "4GiB" (2^30) or "4GB" (10^9)') from error
-    if size <= 0:
-        raise _Bad("a size must be above zero", 'write it like "4GiB"')
-    return size
-
-
-def _auto_size(value: object) -> int | None:
-    return None if value == "auto" else _size(value)
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, str):
-        raise _Bad("a duration is text with a unit", 'write it like "200ms"')
-    try:
-        return parse_duration(value)
-    except UnitError as error:
-        raise _Bad(str(error), 'write it like "200ms", "5s" or "10min"') from error
-
-
-def _interval(value: object) -> float:
-    seconds = _seconds(value)
-    if not 0.01 <= seconds <= 5:
-        raise _Bad("the interval must lie between 10ms and 5s", 'write "200ms"')
-    return seconds
-
-
-def _grace(value: object) -> float:
-    seconds = _seconds(value)
-    if not 0 <= seconds <= 10:
-        raise _Bad("the grace must lie between 0s and 10s", 'write "50ms"')
-    return seconds
-
-
-def _count(low: int, high: int) -> Callable[[object], int]:
-    def check(value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise _Bad(
-                f"must be a whole number from {low} to {high}", f"write a number from {low} on"
-            )
-        return value
-
-    return check
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _Bad("must be true or false", "write true or false without quotes")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise _Bad("must be text that is not empty", 'put it in "quotes"')
-    return value
-
-
-def _absolute(value: object) -> str:
-    text = _text(value)
-    if not text.startswith("/"):
-        raise _Bad("must be an absolute path", f'begin it with "/", like "/{text}"')
-    return text
-
-
-def _listen(value: object) -> tuple[str, int]:
-    text = _text(value)
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise _Bad("must be ADDRESS:PORT", 'write it like "127.0.0.1:8600"')
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise _Bad(
-            "a name is 1 to 64 letters, digits, dots, dashes and underscores",
-            'write it like "llama-70b"',
-        )
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        if value not in choices:
-            raise _Bad("unknown choice", "use one of " + ", ".join(choices))
-        return str(value)
-
-    return check
-
-
-def _set(default: Any, check: Callable[[object], Any], doc: str, text: str = "") -> Any:
-    """A setting: its default, its check, its one-line meaning, and the default as text."""
-    return field(default=default, metadata={"check": check, "doc": doc, "text": text})
-
-
-def _required(check: Callable[[object], Any], doc: str, text: str) -> Any:
-    return field(metadata={"check": check, "doc": doc, "text": text, "required": True})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonSettings:
-    """The socket and who may use it."""
-
-    socket: str = _set(
-        "/run/umad/umad.sock", _absolute, "Where clients connect.", '"/run/umad/umad.sock"'
-    )
-    group: str = _set("umad", _text, "Members of this group may register workers.", '"umad"')
-    admin_group: str = _set(
-        "umad", _text, "Members of this group (and root) may evict, drain and reload.", '"umad"'
-    )
-    connections_max: int = _set(256, _count(1, 4096), "Open connections at most.", "256")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySettings:
-    """Where memory is read and how much of it may be booked."""
-
-    root: str = _set("/", _absolute, "The folder that holds proc/ and sys/.", '"/"')
-    interval: float = _set(0.2, _interval, "Time between two looks at memory.", '"200ms"')
-    reserve: int | None = _set(
-        None,
-        _auto_size,
-        'Kept free for the system; "auto" is 4GiB or 4 % of memory, whichever is more.',
-        '"auto"',
-    )
-    budget: int | None = _set(
-        None,
-        _auto_size,
-        'What all workers together may book; "auto" is physical memory less the reserve.',
-        '"auto"',
-    )
-    gpu: str = _set(
-        "auto", _text, 'PCI address of the GPU to watch, "auto" for the first one.', '"auto"'
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnforcementSettings:
-    """What happens to a worker over its quota."""
-
-    grace: float = _set(
-        0.05,
-        _grace,
-        "From the sample that shows a breach to SIGKILL, unless the bytes are back before; "
-        "50ms so that the signal has left within 100ms on a busy machine too. 0s kills at once.",
-        '"50ms"',
-    )
-    unkillable_after: float = _set(
-        5.0, _seconds, "A killed process still there after this is reported unkillable.", '"5s"'
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseSettings:
-    """Deadlines of leases and waits."""
-
-    load_timeout: float = _set(1800.0, _seconds, "A load must commit within this time.", '"30min"')
-    init_timeout: float = _set(
-        600.0, _seconds, "One worker may hold the device-init mutex this long.", '"10min"'
-    )
-    burst_ttl: float = _set(
-        120.0,
-        _seconds,
-        "A burst lease expires after this, unless its caller asked for less.",
-        '"2min"',
-    )
-    wait_max: float = _set(300.0, _seconds, "No caller queues for longer than this.", '"5min"')
-    reconnect_grace: float = _set(
-        1.0, _seconds, "A live worker that lost its connection keeps its books this long.", '"1s"'
-    )
-    recovery: float = _set(
-        1.5,
-        _seconds,
-        "After a restart nothing new is granted for this long, so that former workers return.",
-        '"1500ms"',
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSettings:
-    """The inference front (umad-serve)."""
-
-    listen: tuple[str, int] = _set(
-        ("127.0.0.1", 8600), _listen, "Address and port of the HTTP front.", '"127.0.0.1:8600"'
-    )
-    runtime_quota: int = _set(
-        2 << 30,
-        _size,
-        "Quota of the inference process itself: interpreter, torch, shared imports.",
-        '"2GiB"',
-    )
-    queue_max: int = _set(
-        64, _count(1, 10000), "Requests that may wait for one model; more get 429.", "64"
-    )
-    requests_per_client_max: int = _set(
-        64, _count(1, 10000), "Requests of one client at a time; more get 429.", "64"
-    )
-    wait_max: float = _set(
-        30.0, _seconds, "A request waits this long for its model's turn, then 429.", '"30s"'
-    )
-    body_max: int = _set(32 << 20, _size, "Largest request body; more gets 413.", '"32MiB"')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """One model that umad-serve loads."""
-
-    name: str = _required(_name, "The name in requests, tables and logs.", '"llama"')
-    kind: str = _required(_one_of(*MODEL_KINDS), "One of " + ", ".join(MODEL_KINDS) + ".", '"chat"')
-    path: str = _required(
-        _absolute, "Checkpoint folder, as save_pretrained writes it.", '"/srv/models/llama"'
-    )
-    quota: int = _required(_size, "Bytes the loaded model may hold.", '"40GiB"')
-    peak: int | None = _set(
-        None, _size, "Bytes it may hold while it loads; the quota if not given.", '"46GiB"'
-    )
-    pool: str = _set("system", _name, "The pool of memory it lives in.", '"system"')
-    device: str = _set("cpu", _text, "The torch device it runs on.", '"cpu"')
-    dtype: str = _set(
-        "auto", _one_of("auto", "float32", "bfloat16", "float16"), "Weights' type.", '"auto"'
-    )
-    priority: int = _set(0, _count(-1000, 1000), "Higher loads first and waits less.", "0")
-    pin: bool = _set(False, _flag, "true: never evicted for another model.", "false")
-    instances: int = _set(1, _count(1, 16), "Copies, one worker thread each.", "1")
-
-    @property
-    def peak_bytes(self) -> int:
-        """The load peak: ``peak``, or the quota where none was given."""
-        return self.quota if self.peak is None else self.peak
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The whole configuration."""
-
-    daemon: DaemonSettings = field(default_factory=DaemonSettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    enforcement: EnforcementSettings = field(default_factory=EnforcementSettings)
-    leases: LeaseSettings = field(default_factory=LeaseSettings)
-    serve: ServeSettings = field(default_factory=ServeSettings)
-    models: tuple[ModelSettings, ...] = ()
-
-
-SECTIONS: Final[dict[str, type]] = {
-    "daemon": DaemonSettings,
-    "memory": MemorySettings,
-    "enforcement": EnforcementSettings,
-    "leases": LeaseSettings,
-    "serve": ServeSettings,
-}
+__all__ = [
+    "DaemonSettings",
+    "EnforcementSettings",
+    "LeaseSettings",
+    "MemorySettings",
+    "ModelSettings",
+    "Problem",
+    "ServeSettings",
+    "Settings",
+    "defaults",
+    "parse",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +163,7 @@ def _section(
             continue
         try:
             values[key] = known[key].metadata["check"](value)
-        except _Bad as bad:
+        except BadValue as bad:
             problems.append(Problem(line, f"{table}.{key}", _show(value), bad.why, bad.remedy))
     for key, item in known.items():
         if item.metadata.get("required") and key not in raw:
@@ -495,6 +250,7 @@ def _sizes(
                 'lower it or write "auto"',
             )
         room = memory.budget if room is None else min(room, memory.budget)
+    runtimes = len(settings.isolations) * settings.serve.runtime_quota
     for index, model in models:
         if model.peak_bytes < model.quota:
             yield Problem(
@@ -504,7 +260,7 @@ def _sizes(
                 f"is below the quota ({format_bytes(model.quota)})",
                 "a load passes through its quota: raise peak or lower quota",
             )
-        need = model.peak_bytes + settings.serve.runtime_quota
+        need = model.peak_bytes + runtimes
         if room is not None and need > room:
             yield Problem(
                 lines.of("model", "quota", index),

@@ -89,13 +89,17 @@ class PoolReading:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReading:
-    """The physical bytes of one process: ``bytes`` is host plus GPU pages, each page once."""
+    """The physical bytes of one process: ``bytes`` is host plus GPU pages, each page once.
+
+    ``shmem_bytes`` is the part of ``host_bytes`` that other processes may map too.
+    """
 
     identity: Identity
     alive: bool
     bytes: Reading
     host_bytes: int = 0
     gpu_bytes: int = 0
+    shmem_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,28 @@ class Snapshot:
     processes: Mapping[Identity, ProcessReading]
     anomalies: tuple[str, ...] = ()
     info: Mapping[str, int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AccountFigures:
+    """What a guard says of one worker's account; a process wrote it, and it may lie.
+
+    ``used`` are bytes charged now, ``peak`` the most so far, ``refused`` counts allocations,
+    ``returned`` is how much of ``used`` was taken away by force; ``closed`` while it is fenced,
+    ``swept`` once its tensor pages were taken at least once.
+    """
+
+    used: int
+    peak: int
+    refused: int
+    returned: int = 0
+    closed: bool = False
+    swept: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes of the account that are still in memory."""
+        return max(0, self.used - self.returned)
 
 
 class LeaseKind(StrEnum):
@@ -152,7 +178,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A registered worker: one model instance in one thread of one process."""
+    """A registered worker: one model instance in one thread of one process.
+
+    ``account`` is its slot in the process's account page, None where no guard is active.
+    """
 
     id: int
     model: str
@@ -164,6 +193,7 @@ class Worker:
     priority: int = 0
     pin: bool = False
     thread: int = 0
+    account: int | None = None
 
     @property
     def name(self) -> str:

@@ -68,7 +68,10 @@ class Drive:
         )
 
     def look(self, processes: dict[int, int | None] | None = None, **more: Any) -> list[Action]:
-        self.last = self.engine.observe(snapshot(self.now_s, processes, **more), self.now_s)
+        accounts = more.pop("accounts", None)
+        self.last = self.engine.observe(
+            snapshot(self.now_s, processes, **more), self.now_s, accounts
+        )
         return self.last
 
     def pass_time(self, seconds: float) -> list[Action]:

@@ -370,7 +370,7 @@ def test_leases_per_worker_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyP
 
 
 def test_workers_per_connection_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umad.core.requests.WORKERS_PER_CONNECTION_MAX", 1)
+    monkeypatch.setattr("umad.core.membership.WORKERS_PER_CONNECTION_MAX", 1)
     drive.loaded(7, "llama", 100 * MB)
     assert isinstance(drive.refused(7, "register", model="b", quota=MB), Overloaded)
 

@@ -102,6 +102,7 @@ def test_defaults_are_filled_in_and_the_callers_dict_is_left_alone():
         "priority": 0,
         "pin": False,
         "thread": 0,
+        "guard": False,
     }
 
 

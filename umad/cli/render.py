@@ -19,6 +19,8 @@ _STATE_STYLES: Final = {
     "waiting": "yellow",
     "cut off": "red",
     "leaving": "dim",
+    "fenced": "bold red",
+    "leaking": "red",
     "revoked": "bold red",
     "killed": "bold red",
     "unkillable": "bold red",
@@ -88,7 +90,7 @@ def _workers(state: Mapping[str, Any]) -> Table:
 
 
 def _processes(state: Mapping[str, Any]) -> Table:
-    table = _table("PID", "PROGRAM", "HOLDS", "", "LIMIT", "WORKERS", "VERDICT")
+    table = _table("PID", "PROGRAM", "HOLDS", "", "LIMIT", "WORKERS", "GUARD", "VERDICT")
     for process in state["processes"]:
         table.add_row(
             str(process["pid"]),
@@ -97,6 +99,7 @@ def _processes(state: Mapping[str, Any]) -> Table:
             _bar(process["bytes"], process["limit"], 10),
             _size(process["limit"]),
             str(process["workers"]),
+            "on" if process["guard"] else "off",
             Text(process["verdict"], style=_STATE_STYLES.get(process["verdict"], "green")),
         )
     return table
@@ -117,6 +120,9 @@ def _queue(state: Mapping[str, Any]) -> Table:
 
 
 def _notes(state: Mapping[str, Any]) -> Iterator[RenderableType]:
+    for why in sorted({process["guard_off"] for process in state["processes"]} - {""}):
+        pids = [str(one["pid"]) for one in state["processes"] if one["guard_off"] == why]
+        yield Text(f"\nguard: off in pid {', '.join(pids[:5])}: {why}", style="yellow")
     sample = state["sample"]
     if sample is not None and sample["age_s"] > 2:
         yield Text(f"\nlast look at memory {format_duration(sample['age_s'])} ago", style="red")

@@ -117,12 +117,18 @@ class Client:
         return self.call_on(self.current_link(), method, params or {}, timeout_s=timeout_s)
 
     def call_on(
-        self, link: Link, method: str, params: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        link: Link,
+        method: str,
+        params: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        fd: int | None = None,
     ) -> Any:
         """Like ``call``, over one particular connection: ids count only where they were given."""
         wait_s = params.get("wait_s") or 0
         patience_s = self.timeout_s if timeout_s is None else timeout_s
-        return link.call(method, params, monotonic() + patience_s + wait_s)
+        return link.call(method, params, monotonic() + patience_s + wait_s, fd)
 
     def notify(self, method: str, params: Mapping[str, Any]) -> bool:
         """Tell the daemon something, without waiting; False when it was dropped."""
@@ -412,6 +418,7 @@ class Client:
                 for worker in self._workers:
                     if worker.is_bound_to(link, note.params.get("worker")):
                         worker.revoked.set()
+                        worker.interrupt()
         self._mailbox.put((link, note))
 
     def _on_late(self, link: Link, method: str, params: Mapping[str, Any], result: Any) -> None:

@@ -63,8 +63,8 @@ class Forward:
             ``bytes`` were asked for, else 0.
     """
 
-    __slots__ = ("_before", "_burst", "_bytes", "_predicted", "_start_s", "_wait_s", "_worker",
-                 "batch", "peak", "tokens")  # fmt: skip
+    __slots__ = ("_before", "_burst", "_bytes", "_predicted", "_running", "_start_s",
+                 "_wait_s", "_worker", "batch", "peak", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -91,6 +91,8 @@ class Forward:
             self._before = process_bytes()
         else:
             self._worker.check_revoked()
+        self._running = self._worker.running()
+        self._running.__enter__()
         self._start_s = perf_counter()
         return self
 
@@ -101,6 +103,14 @@ class Forward:
         trace: TracebackType | None,
     ) -> None:
         seconds = perf_counter() - self._start_s
+        try:
+            self._running.__exit__(kind, error, trace)
+        finally:
+            self._report(seconds)
+        if kind is None:
+            self._worker.check_revoked()
+
+    def _report(self, seconds: float) -> None:
         burst, self._burst = self._burst, None
         if self.peak is None:
             self.peak = 0 if burst is None else max(process_bytes() - self._before, 0)
@@ -115,5 +125,3 @@ class Forward:
             self._worker.report("forward_done", report)
         else:
             self._worker.finish(burst, report)
-        if kind is None:
-            self._worker.check_revoked()

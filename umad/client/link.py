@@ -11,8 +11,10 @@ waiting, but for the rest of a message that went out in part; ``_reading`` makes
 """
 
 import contextlib
+import os
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
@@ -32,6 +34,8 @@ from umad.wire.connection import Connection
 from umad.wire.messages import Notification, Request, Response
 
 _RECV_BYTES: Final = 16 * 1024
+_FD_SPACE: Final = socket.CMSG_SPACE(4)  # one descriptor: the kernel closes what does not fit
+_CLOEXEC: Final = socket.MSG_CMSG_CLOEXEC
 _REST_S: Final = 1.0  # for the rest of a message whose beginning is in the socket
 _ARMED: Final = select.EPOLLIN | select.EPOLLONESHOT
 _DISARMED: Final = select.EPOLLONESHOT  # a hang-up is still told, once
@@ -72,6 +76,7 @@ class Link:
         self._readable.register(self._fd, select.POLLIN)
         self._waiters: dict[int, SimpleQueue[_Answer]] = {}
         self._late: dict[int, tuple[str, Mapping[str, Any]]] = {}
+        self._fd_received: int | None = None
         self._lost: DaemonLost | None = None
         self.generation = 0  # written by the client after hello
         epoll.register(self._fd, _ARMED)
@@ -81,13 +86,22 @@ class Link:
         """False once the connection has ended."""
         return self._lost is None
 
-    def call(self, method: str, params: Mapping[str, Any], deadline_s: float) -> Any:
+    def take_fd(self) -> int | None:
+        """The file descriptor that came with an answer last; the caller closes it."""
+        with self._lock:
+            fd, self._fd_received = self._fd_received, None
+        return fd
+
+    def call(
+        self, method: str, params: Mapping[str, Any], deadline_s: float, fd: int | None = None
+    ) -> Any:
         """Send a request and wait for its answer.
 
         Args:
             method: a request of PROTOCOL.md.
             params: its parameters.
             deadline_s: monotonic time after which nobody waits any more.
+            fd: a file descriptor to send along; stays the caller's.
 
         Raises:
             DaemonTimeout: no answer in time.
@@ -95,7 +109,7 @@ class Link:
             RequestRejected: the daemon refused.
         """
         waiter: SimpleQueue[_Answer] = SimpleQueue()
-        request_id = self._ask(method, params, waiter, deadline_s)
+        request_id = self._ask(method, params, waiter, deadline_s, fd)
         try:
             answer = self._await(waiter, deadline_s)
         finally:
@@ -162,6 +176,9 @@ class Link:
             with contextlib.suppress(OSError):  # disposed of before
                 self._epoll.unregister(self._fd)  # a copy in a child would keep it registered
             self._sock.close()
+            if self._fd_received is not None:
+                os.close(self._fd_received)
+                self._fd_received = None
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's socket without a byte or a shutdown."""
@@ -175,6 +192,7 @@ class Link:
         params: Mapping[str, Any],
         waiter: "SimpleQueue[_Answer]",
         deadline_s: float,
+        fd: int | None,
     ) -> int:
         with self._lock:
             if self._lost is not None:
@@ -186,22 +204,26 @@ class Link:
             if not self._waiters:
                 self._arm(_DISARMED)
             self._waiters[request_id] = waiter
-            if self._send(data):
+            if self._send(data, fd):
                 return request_id
         # The socket is full.  Wait outside the lock, so that reports need not wait with us.
         while self._wait_writable(deadline_s):
             with self._lock:
-                if self._lost is not None or self._send(data):
+                if self._lost is not None or self._send(data, fd):
                     return request_id
         # An id of the protocol machine hangs on a request that was never sent: start anew.
         why = f"it took no bytes in time for {method}"
         self.lose(why)
         raise DaemonTimeout(f"the umad daemon did not answer {method}: {why}")
 
-    def _send(self, data: bytes) -> bool:
+    def _send(self, data: bytes, fd: int | None = None) -> bool:
         """Under ``_lock``: all of ``data`` or, when the socket is full, none of it."""
         try:
-            sent = self._sock.send(data)
+            if fd is None:
+                sent = self._sock.send(data)
+            else:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))
+                sent = self._sock.sendmsg([data], [rights])
         except BlockingIOError:
             return False
         except OSError as error:
@@ -276,7 +298,7 @@ class Link:
     def _receive(self) -> None:
         """Holding ``_reading``: read once and hand out what it completes."""
         try:
-            data = self._sock.recv(_RECV_BYTES)
+            data, ancillary, _, _ = self._sock.recvmsg(_RECV_BYTES, _FD_SPACE, _CLOEXEC)
         except BlockingIOError:
             return
         except OSError as error:
@@ -286,6 +308,8 @@ class Link:
             self.lose("it closed the connection")
             return
         with self._lock:
+            if ancillary:
+                self._keep_fd(ancillary)
             if self._lost is not None:
                 return
             try:
@@ -296,6 +320,14 @@ class Link:
             others = [message for message in messages if not self._answered(message)]
         for message in others:
             self._handle(message)
+
+    def _keep_fd(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        """Under ``_lock``: an account page; an older one that nobody took is closed."""
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= 4:
+                if self._fd_received is not None:
+                    os.close(self._fd_received)
+                (self._fd_received,) = struct.unpack_from("=i", data)
 
     def _answered(self, message: object) -> bool:
         if isinstance(message, Response):

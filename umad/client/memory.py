@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 from typing import Final
 
+from umad.guard import account
+
 _STATUS: Final = Path("/proc/self/status")
 _COUNTED: Final = ("RssAnon:", "RssShmem:")
 
@@ -36,14 +38,28 @@ def _find_trim() -> "ctypes._NamedFuncPointer | None":
 _TRIM: Final = _find_trim()
 
 
-def give_back() -> None:
-    """Collect garbage once and return free heap pages to the kernel.
+def give_back(slot: int | None = None) -> None:
+    """Collect garbage once and return free pages to the kernel.
 
-    Without the trim glibc keeps the high-water mark of a model that is long gone.
+    Without the trims glibc keeps the high-water mark of a model that is long gone, and the guard
+    the blocks that an account (``slot``) may reuse.
     """
     gc.collect()
     if _TRIM is not None:
         _TRIM(0)
+    if slot is not None:
+        account.trim(slot)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that an allocation was refused: Python's, numpy's and torch's do.
+
+    Told by name and text, since this library does not import torch.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    texts = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def forget_frames(error: BaseException) -> None:

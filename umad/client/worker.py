@@ -10,24 +10,29 @@ granted goes on.
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+from umad.client.accounts import process_page
 from umad.client.burst import Burst, Forward
+from umad.client.interrupt import Interruptible
 from umad.client.link import Link
 from umad.client.mailbox import Ended, Hold, leak
-from umad.client.memory import forget_frames, give_back, process_bytes
+from umad.client.memory import forget_frames, give_back, is_out_of_memory, process_bytes
 from umad.errors import (
     DaemonUnavailable,
     InvalidParams,
     LeaseNotFound,
+    QuotaExceeded,
     Recovering,
     RequestRejected,
     WorkerRevoked,
 )
+from umad.guard.account import SHARED, account
 from umad.units import UnitError, parse_bytes
 from umad.wire.messages import check_param, check_params
 
@@ -77,6 +82,8 @@ class Worker:
         self._client = client
         self._binding: Binding | None = None
         self._baseline: int | None = None
+        self._account: int | None = None
+        self._interruptible = Interruptible()
         self._foreign = False
         self._hold: Hold | None = None  # the loaded model's lease
         self._model: object = None  # only where it cannot be referenced weakly
@@ -85,6 +92,11 @@ class Worker:
         self.name: str = f"{model}/{instance}" if instance else model
         self.revoked = threading.Event()
         self.on_revoke = on_revoke
+
+    @property
+    def account(self) -> int | None:
+        """Its slot in this process's account page; None where no guard enforces its quota."""
+        return self._account
 
     @property
     def id(self) -> int | None:
@@ -132,18 +144,19 @@ class Worker:
             fence = self._ask(binding, "init_lock", {"wait_s": wait_s})
             model: T | None = None
             try:
-                give_back()  # or the model moves into pages that were counted before
-                before = process_bytes()
-                model = loader()
-                give_back()  # what only the loading needed is not the model's
-                measured = max(process_bytes() - before, 0)
+                give_back(self._account)  # or the model moves into pages that were counted before
+                before = self._holds()
+                with self.running():
+                    model = loader()
+                give_back(self._account)  # what only the loading needed is not the model's
+                measured = max(self._holds() - before, 0)
                 self.check_revoked()
                 hold = self._commit(booking, measured)
             except BaseException as error:
                 # Its bytes must be gone before the books say so.
                 model = None
                 forget_frames(error)
-                give_back()
+                give_back(self._account)
                 raise
             finally:
                 if fence is not None:
@@ -171,7 +184,7 @@ class Worker:
         if hold is None:
             return 0
         before = process_bytes()
-        give_back()
+        give_back(self._account)
         freed = max(before - process_bytes(), 0)
         self._client.end(hold, leaked=False)
         return freed
@@ -262,16 +275,61 @@ class Worker:
 
     # --- for the other parts of this package ---
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What this thread allocates meanwhile is the worker's; a revoke may interrupt it.
+
+        Raises:
+            QuotaExceeded: the guard refused an allocation, or torch or Python had none to give.
+            WorkerRevoked: the worker was stopped.
+        """
+        slot = self._account
+        refused = 0 if slot is None else process_page.refused(slot)
+        with account(SHARED if slot is None else slot):
+            try:
+                with self._interruptible:
+                    yield
+            except Exception as error:
+                self.check_revoked()
+                if not is_out_of_memory(error) or isinstance(error, QuotaExceeded):
+                    raise
+                by_guard = slot is not None and process_page.refused(slot) > refused
+                raise QuotaExceeded(
+                    f"worker {self.name} "
+                    + ("asked for more than its quota" if by_guard else "got no memory"),
+                    details={"worker": self.name, "quota_bytes": self._registration["quota"]},
+                ) from error
+
+    def interrupt(self) -> None:
+        """A courtesy to the thread that works for this worker: ``WorkerRevoked``, soon.
+
+        It does not reach a thread inside a C call before that returns; the guard and the
+        daemon do not wait for it.
+        """
+        self._interruptible.interrupt()
+
     def bind(self, link: Link) -> None:
         """Register over a connection, with what the worker holds already."""
         params = dict(self._registration)
+        page_fd = None
+        if process_page.active:
+            params["guard"] = True
+            if self._account is not None:
+                params["account"], page_fd = self._account, process_page.fd
+        elif process_page.off:
+            params["guard_off"] = process_page.off[:200]
         hold = self._live_hold()
         if hold is not None:
             params["held"] = hold.bytes
             if self._baseline is not None:
                 params["baseline"] = self._baseline
-        answer = self._client.call_on(link, "register", params)
+        answer = self._client.call_on(link, "register", params, fd=page_fd)
+        slot = answer.get("account")
+        received = link.take_fd()
+        if received is not None and not process_page.attach(received):
+            slot = None
         with self._client.lock:
+            self._account = slot
             self._binding = Binding(link, answer["worker"])
             self._baseline = answer["baseline"]
             if hold is not None:
@@ -376,6 +434,10 @@ class Worker:
             self._client.call_on(binding.link, method, params)
         except (DaemonUnavailable, RequestRejected) as error:
             logger.debug("worker %s: %s: %s", self.name, method, error.message)
+
+    def _holds(self) -> int:
+        """Bytes to measure a load by: the account's where there is one, the process's else."""
+        return process_bytes() if self._account is None else process_page.used(self._account)
 
     def _reserve(self, binding: Binding | None, size: int, wait_s: float) -> dict[str, Any] | None:
         answer = self._ask(binding, "reserve", {"bytes": size, "wait_s": wait_s})

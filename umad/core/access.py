@@ -34,6 +34,7 @@ METHODS: Final[dict[str, Permission]] = {
     "admit": Permission.WORKER,
     "forward_done": Permission.WORKER,
     "progress": Permission.WORKER,
+    "set_quota": Permission.ADMIN,
 }
 
 

@@ -10,11 +10,12 @@ from umad.values import Identity
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer an open request."""
+    """Answer an open request; ``page`` names the process whose account page goes with it."""
 
     connection: int
     request: int
     result: Mapping[str, Any]
+    page: Identity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,36 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenAccount:
+    """Give an account of the process's page to a worker.
+
+    ``again``: the worker has it since before a restart of the daemon, and goes on using it.
+    """
+
+    identity: Identity
+    account: int
+    limit: int
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimit:
+    """Let the guard hand out this many bytes to an account, all in all."""
+
+    identity: Identity
+    account: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAccount:
+    """Have the guard refuse everything to an account and take its tensor pages away."""
+
+    identity: Identity
+    account: int
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """Take a snapshot now instead of at the next tick."""
 
@@ -74,4 +105,16 @@ class Event:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action = Reply | Refuse | Notify | Watch | Unwatch | Kill | Look | Event
+Action = (
+    Reply
+    | Refuse
+    | Notify
+    | Watch
+    | Unwatch
+    | Kill
+    | OpenAccount
+    | SetLimit
+    | CloseAccount
+    | Look
+    | Event
+)

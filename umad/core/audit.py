@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from umad.units import GIB, MIB
-from umad.values import SYSTEM_POOL, Identity, PoolReading, ProcessReading, Snapshot
+from umad.values import SYSTEM_POOL, AccountFigures, Identity, PoolReading, ProcessReading, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,21 @@ class ProcessBooks:
 
 
 @dataclass(frozen=True, slots=True)
+class AccountBooks:
+    """What one worker with an account may hold: booked in any state, at least its quota."""
+
+    identity: Identity
+    worker: int
+    allowed: int
+    loading: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Breach:
-    """Evidence that a process holds more than its limit."""
+    """Evidence that a process, or one worker's account in it, holds more than its limit.
+
+    ``worker`` is None when only the process as a whole is to blame.
+    """
 
     identity: Identity
     measured: int
@@ -43,6 +56,12 @@ class Breach:
     source: str
     reason: str
     taken_s: float
+    worker: int | None = None
+
+    @property
+    def key(self) -> "Subject":
+        """Whose case this is."""
+        return self.identity, self.worker
 
     @property
     def over(self) -> int:
@@ -50,14 +69,42 @@ class Breach:
         return self.measured - self.limit
 
 
-def breaches(books: Iterable[ProcessBooks], snapshot: Snapshot) -> list[Breach]:
-    """Processes over their limit, the one with most bytes over first."""
-    found: list[Breach] = []
+Subject = tuple[Identity, int | None]
+"""A process, or one worker of it."""
+
+
+def breaches(
+    books: Iterable[ProcessBooks],
+    accounts: Iterable[tuple[AccountBooks, AccountFigures]],
+    snapshot: Snapshot,
+) -> list[Breach]:
+    """Who is over a limit, the one with most bytes over first.
+
+    1. A worker whose account holds more than it may is to blame, and nobody beside it.
+    2. A process over the sum of its books is to blame as a whole only when no account of it
+       is: what no guard counted has no other owner.
+    """
+    found = [
+        Breach(
+            mine.identity,
+            figures.held,
+            mine.allowed,
+            "account page",
+            "peak_exceeded" if mine.loading else "quota_exceeded",
+            snapshot.taken_s,
+            mine.worker,
+        )
+        for mine, figures in accounts
+        if figures.held > mine.allowed  # 1
+    ]
+    blamed = {breach.identity for breach in found}
     for process in books:
         reading = snapshot.processes.get(process.identity)
         if process.limit is None or reading is None or not reading.alive:
             continue
-        if reading.bytes.value is not None and reading.bytes.value > process.limit:
+        if process.identity in blamed:
+            continue
+        if reading.bytes.value is not None and reading.bytes.value > process.limit:  # 2
             found.append(
                 Breach(
                     process.identity,
@@ -117,6 +164,21 @@ def reserve_of(capacity: int, pool: str, configured: int | None) -> int:
     if pool != SYSTEM_POOL:
         return capacity // 25
     return max(4 * GIB, capacity // 25) if configured is None else configured
+
+
+def time_to_limit_s(books: ProcessBooks, earlier: Snapshot, now: Snapshot) -> float | None:
+    """Seconds until a process reaches its limit at the rate of the last two looks; None: never."""
+    before, after = (snapshot.processes.get(books.identity) for snapshot in (earlier, now))
+    passed_s = now.taken_s - earlier.taken_s
+    if books.limit is None or before is None or after is None or passed_s <= 0:
+        return None
+    if before.bytes.value is None or after.bytes.value is None:
+        return None
+    rate = (after.bytes.value - before.bytes.value) / passed_s
+    left = books.limit - after.bytes.value
+    if left <= 0:
+        return 0.0
+    return left / rate if rate > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

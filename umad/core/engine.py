@@ -11,22 +11,23 @@ each call returns actions and leaves the books whole.  The fixed order of one lo
 6. the invariants are checked.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from umad.config import Settings
-from umad.core import grants, report, requests
+from umad.core import enforcement, grants, membership, report, requests
 from umad.core.access import METHODS, Access
-from umad.core.actions import Action, Event, Kill, Look, Notify, Refuse, Unwatch
-from umad.core.audit import breaches, still_there
+from umad.core.actions import Action, Event, Look, Notify, Refuse, Unwatch
+from umad.core.audit import breaches, still_there, time_to_limit_s
 from umad.core.state import Client, State
-from umad.core.watchdog import Case, Complied, KillNow, Revoke, Unkillable, Verdict
 from umad.errors import AccessDenied, RequestRejected, UnknownMethod
-from umad.units import format_bytes
-from umad.values import Identity, LeaseKind, Peer, ProcessReading, Snapshot
+from umad.values import AccountFigures, Identity, LeaseKind, Peer, ProcessReading, Snapshot
 
 # While bytes are on their way back, or a victim is on its way out, a look costs less than waiting.
 FAST_PACE_S: Final = 0.01
+# Given back by word, and still there: by then an honest worker's bytes are long gone.
+LEAKING_AFTER_S: Final = 5.0
 # How long a fast pace is worth it; after that the bytes come at the ordinary pace.
 FAST_FOR_S: Final = 5.0
 
@@ -46,6 +47,7 @@ class Engine:
         self.state = State(settings, access, generation, recovering_until_s)
         self._fast_until_s = 0.0
         self._unix_offset_s = unix_offset_s
+        self._time_to_limit_s = math.inf
 
     # ------------------------------------------------------------ connections
 
@@ -81,7 +83,7 @@ class Engine:
     ) -> list[Action]:
         """A request; exactly one Reply or Refuse for it comes now or later."""
         client = self.state.clients[connection]
-        call = requests.Call(client, request, params, now_s, process)
+        call = membership.Call(client, request, params, now_s, process)
         try:
             actions = self._handle(method, call)
         except RequestRejected as error:
@@ -93,14 +95,14 @@ class Engine:
         self, connection: int, method: str, params: Mapping[str, Any], now_s: float
     ) -> list[Action]:
         """A one-way message; a refusal is counted, there is nobody to tell."""
-        call = requests.Call(self.state.clients[connection], None, params, now_s)
+        call = membership.Call(self.state.clients[connection], None, params, now_s)
         try:
             return self._record(self._handle(method, call), now_s)
         except RequestRejected as error:
             self.state.counters["refusals_" + error.code] += 1
             return []
 
-    def _handle(self, method: str, call: requests.Call) -> list[Action]:
+    def _handle(self, method: str, call: membership.Call) -> list[Action]:
         handler = requests.HANDLERS.get(method)
         if handler is None:
             raise UnknownMethod(f"the daemon has no method {method!r}")
@@ -118,10 +120,26 @@ class Engine:
 
     # ----------------------------------------------------------------- looks
 
-    def observe(self, snapshot: Snapshot, now_s: float) -> list[Action]:
-        """One look at memory, in the order of the module's docstring."""
+    def observe(
+        self,
+        snapshot: Snapshot,
+        now_s: float,
+        accounts: Mapping[int, AccountFigures] | None = None,
+    ) -> list[Action]:
+        """One look at memory, in the order of the module's docstring.
+
+        Args:
+            snapshot: the machine and the processes.
+            now_s: the moment.
+            accounts: what the account pages say, by worker; one that is missing is unknown.
+        """
         state = self.state
+        if state.snapshot is not None:
+            times = (time_to_limit_s(b, state.snapshot, snapshot) for b in state.books())
+            self._time_to_limit_s = min((t for t in times if t is not None), default=math.inf)
         state.snapshot = snapshot
+        for key, member in state.members.items():
+            member.figures = (accounts or {}).get(key)
         grants.take_budgets(state, snapshot)  # 1
         for process in state.processes.values():  # 2
             books = state.books_of(process)
@@ -130,18 +148,26 @@ class Engine:
                 state.ledger.settle(process.members, LeaseKind.BURST, left.bursts)
                 state.ledger.settle(process.members, LeaseKind.LOAD, left.loads)
         actions: list[Action] = []
-        found = breaches(state.books(), snapshot)  # 3
+        found = breaches(state.books(), state.accounts(), snapshot)  # 3
         for breach in found:
             process = state.processes[breach.identity]
-            opened = state.watchdog.open(breach, state.names(process), process.comm, now_s)
+            opened = state.watchdog.open(
+                breach, enforcement.blamed(state, breach), process.comm, now_s
+            )
             if opened is not None:
-                actions.extend(self._carry_out(opened, now_s))
+                actions.extend(enforcement.carry_out(state, opened, now_s))
         for verdict in state.watchdog.judge(found, snapshot, now_s):
-            actions.extend(self._carry_out(verdict, now_s))
+            actions.extend(enforcement.carry_out(state, verdict, now_s))
         self._forget_left()
         actions.extend(self._advance(now_s))  # 4, 5
         state.ledger.check()  # 6
         return self._record(actions, now_s)
+
+    def limits(self) -> dict[Identity, int]:
+        """What each judged process may hold, in bytes."""
+        return {
+            books.identity: books.limit for books in self.state.books() if books.limit is not None
+        }
 
     def exited(self, identity: Identity, now_s: float) -> list[Action]:
         """The kernel says that a process has ended: its bytes are back."""
@@ -151,9 +177,10 @@ class Engine:
 
     def kill_sent(self, identity: Identity, now_s: float) -> None:
         """SIGKILL has left: the moment from which the victim's exit is counted."""
-        case = self.state.watchdog.case(identity)
-        if case is not None:
-            case.killed_s = now_s
+        self._fast_until_s = now_s + FAST_FOR_S
+        for case in self.state.watchdog.cases:
+            if case.identity == identity and case.killed_s is not None:
+                case.killed_s = now_s
 
     def advance(self, now_s: float) -> list[Action]:
         """Time has passed; ``next_deadline_s`` says when this is due."""
@@ -181,53 +208,20 @@ class Engine:
     def pace_s(self, now_s: float) -> float:
         """Seconds to the next look at memory."""
         interval_s = self.state.settings.memory.interval
-        busy = any(case.killed_s is not None for case in self.state.watchdog.cases) or any(
-            self.state.ledger.holding(key).releasing for key in self.state.members
-        )
-        return min(FAST_PACE_S, interval_s) if busy and now_s < self._fast_until_s else interval_s
+        cases = list(self.state.watchdog.cases)
+        releasing = any(self.state.ledger.holding(key).releasing for key in self.state.members)
+        if any(case.worker is not None and case.killed_s is None for case in cases):
+            return min(FAST_PACE_S, interval_s)  # its bytes are being taken: a matter of a moment
+        if (cases or releasing) and now_s < self._fast_until_s:
+            return min(FAST_PACE_S, interval_s)
+        # Four looks before the limit at the present rate, so that little is missed.
+        return min(interval_s, max(FAST_PACE_S, self._time_to_limit_s / 4))
 
     def status(self, now_s: float) -> dict[str, Any]:
         """The whole state as plain values."""
         return report.status(self.state, now_s)
 
     # ---------------------------------------------------------------- private
-
-    def _carry_out(self, verdict: Verdict, now_s: float) -> Iterator[Action]:
-        case = verdict.case
-        breach = case.breach
-        if isinstance(verdict, Revoke):
-            self.state.counters["revocations"] += 1
-            yield _case_event("revoked", "warning", case, grace_s=self.state.watchdog.grace_s)
-            yield from self._revoke_workers(case)
-        elif isinstance(verdict, Complied):
-            yield _case_event("complied", "info", case, after_s=now_s - breach.taken_s)
-        elif isinstance(verdict, KillNow):
-            self.state.counters["kills"] += 1
-            self._fast_until_s = now_s + FAST_FOR_S
-            yield Kill(case.identity, breach.reason)
-        elif isinstance(verdict, Unkillable):
-            self.state.counters["unkillable"] += 1
-            yield _case_event("unkillable", "error", case, after_s=now_s - (case.killed_s or now_s))
-
-    def _revoke_workers(self, case: Case) -> Iterator[Action]:
-        breach = case.breach
-        for key in self.state.processes[case.identity].members:
-            member = self.state.members[key]
-            if member.client is None:
-                continue
-            yield Notify(
-                member.client,
-                "revoke",
-                {
-                    "worker": key,
-                    "reason": f"{breach.reason}: the process holds "
-                    f"{format_bytes(breach.measured)}, its limit is {format_bytes(breach.limit)}",
-                    "quota": member.worker.quota,
-                    "measured": breach.measured,
-                    "source": breach.source,
-                    "grace_s": self.state.watchdog.grace_s,
-                },
-            )
 
     def _gone(self, identity: Identity, now_s: float) -> Iterator[Action]:
         """A process has ended: everything it held is free."""
@@ -236,10 +230,10 @@ class Engine:
             return
         freed = 0
         names = self.state.names(process)
+        case = self.state.watchdog.close(identity)
         for key in process.members:
             freed += self.state.ledger.drop(key)
             self._remove(key)
-        case = self.state.watchdog.close(identity)
         if case is None:
             yield Event(
                 "exited",
@@ -247,11 +241,12 @@ class Engine:
                 {"pid": identity.pid, "workers": ",".join(names), "freed_bytes": freed},
             )
         else:
-            yield _stop_event(case, freed, now_s)
+            yield enforcement.stopped(self.state, case, freed, now_s)
         yield Unwatch(identity)
 
     def _remove(self, key: int) -> None:
         member = self.state.members.pop(key)
+        self.state.watchdog.drop(member.worker.identity, key)
         self.state.mutex.take_away(key)
         for queue in self.state.queues:
             queue.pop_worker(key)
@@ -263,15 +258,19 @@ class Engine:
         for process in self.state.processes.values():
             for key in list(process.members):
                 member = self.state.members[key]
+                if member.revoked:
+                    continue  # its thread may live on, and its slot with it
                 if member.state == "leaving" and not self.state.ledger.booked_by(key):
                     self._remove(key)
                     process.members.discard(key)
+                    if member.worker.account is not None:
+                        process.accounts.discard(member.worker.account)
 
     def _advance(self, now_s: float) -> Iterator[Action]:
         state = self.state
         for lease in state.ledger.expired(now_s):
             member = state.members[lease.worker]
-            requests.end_lease(state, lease)
+            membership.end_lease(state, lease)
             state.counters["leases_expired"] += 1
             level = "warning" if lease.kind is LeaseKind.LOAD else "info"
             yield Event(
@@ -279,6 +278,7 @@ class Engine:
                 level,
                 {"worker": member.worker.name, "lease": lease.id, "bytes": lease.bytes},
             )
+        yield from self._find_leaks(now_s)
         holder = state.mutex.holder
         if holder is not None and holder.deadline_s <= now_s:
             state.mutex.take_away(holder.worker)
@@ -288,13 +288,26 @@ class Engine:
             if member.cut_off_s is None or member.state == "leaving":
                 continue
             if now_s - member.cut_off_s >= state.settings.leases.reconnect_grace:
-                yield from requests.leave(state, member, "connection lost", now_s)
+                yield from membership.leave(state, member, "connection lost", now_s)
         for queue in state.queues:
             for waiter in queue.pop_expired(now_s):
                 self._waiting_no_more(waiter.worker)
                 yield from grants.give_up(state, waiter, now_s)
         yield from self._served(now_s)
         yield from self._drop_processes()
+
+    def _find_leaks(self, now_s: float) -> Iterator[Action]:
+        """Workers that said they gave bytes back and still hold them: booked, and told of."""
+        for key, member in self.state.members.items():
+            releasing = self.state.ledger.holding(key).releasing
+            if not releasing:
+                member.releasing_s, member.leaking = None, False
+            elif member.releasing_s is None:
+                member.releasing_s = now_s
+            elif not member.leaking and now_s - member.releasing_s >= LEAKING_AFTER_S:
+                member.leaking = True
+                self.state.counters["leaks"] += 1
+                yield membership.event("leaking", member, "warning", held_bytes=releasing)
 
     def _waiting_no_more(self, worker: int) -> None:
         member = self.state.members[worker]
@@ -319,9 +332,10 @@ class Engine:
 
     def _record(self, actions: Iterable[Action], now_s: float) -> list[Action]:
         """Number events, keep the last ones, and send them to who listens."""
-        out: list[Action] = []
-        for action in actions:
-            out.append(action)
+        out: list[Action] = [*actions]
+        # The guard must know a new limit before the worker hears of its grant.
+        out[:0] = enforcement.limits(self.state)
+        for action in list(out):
             if isinstance(action, Event):
                 self.state.event_seq += 1
                 entry = {
@@ -342,39 +356,3 @@ class Engine:
 _FREEING: Final = frozenset(
     {"unregister", "commit", "void", "release", "init_unlock", "forward_done"}
 )
-
-
-def _case_event(name: str, level: str, case: Case, **more: Any) -> Event:
-    breach = case.breach
-    return Event(
-        name,
-        level,
-        {
-            "worker": ",".join(case.workers),
-            "pid": case.identity.pid,
-            "comm": case.comm,
-            "reason": breach.reason,
-            "limit_bytes": breach.limit,
-            "measured_bytes": breach.measured,
-            "source": breach.source,
-            **more,
-        },
-    )
-
-
-def _stop_event(case: Case, freed: int, now_s: float) -> Event:
-    """The one event that tells a stop from evidence to bytes back; times count from the sample."""
-    seen_s = case.breach.taken_s
-    fence = "revoke" if case.killed_s is None else "sigkill"
-    return _case_event(
-        "stopped",
-        "warning",
-        case,
-        fence=fence,
-        seen_to_revoke_s=round(case.revoked_s - seen_s, 6),
-        seen_to_kill_s=None if case.killed_s is None else round(case.killed_s - seen_s, 6),
-        seen_to_gone_s=round(now_s - seen_s, 6),
-        measured_at_kill_bytes=case.measured_at_kill,
-        freed_bytes=freed,
-        left_bytes=0,
-    )

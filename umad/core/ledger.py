@@ -155,6 +155,16 @@ class Ledger:
             raise InvariantBroken(f"commit of {lease} to {size} bytes")
         return self._resize(replace(lease, state=LeaseState.COMMITTED, deadline_s=None), size)
 
+    def resize(self, lease: Lease, size: int) -> Lease:
+        """Make a committed lease of one part larger or smaller; that more fits was asked before."""
+        if lease.state is not LeaseState.COMMITTED or size <= 0:
+            raise InvariantBroken(f"resize of {lease} to {size} bytes")
+        changed = replace(lease, parts=((lease.parts[0][0], size),))
+        self._count(lease, -1)
+        self._count(changed, +1)
+        self._leases[lease.id] = changed
+        return changed
+
     def release(self, lease: Lease) -> Lease:
         """End a lease by word: it stays booked as RELEASING until settled."""
         if lease.state is LeaseState.RELEASING:

@@ -3,7 +3,7 @@
 Core never calls these; the daemon's loop does, and the fakes in umad.testing stand in for them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from umad.values import Identity, Snapshot
@@ -25,4 +25,8 @@ class Probe(Protocol):
 
         Never raises for a reading that fails: that reading is broken, the others hold.
         """
+        ...
+
+    def confirm(self, snapshot: Snapshot, limits: Mapping[Identity, int]) -> Snapshot:
+        """Look closer at the processes that seem to be over their limit (bytes)."""
         ...

@@ -73,7 +73,7 @@ def _worker(state: State, member: Member) -> dict[str, Any]:
         "id": worker.id,
         "name": worker.name,
         "pid": worker.identity.pid,
-        "state": "cut off" if member.cut_off_s and member.state != "leaving" else member.state,
+        "state": _state(member),
         "stage": member.stage,
         "ratio": member.ratio,
         "pool": worker.pool,
@@ -86,6 +86,14 @@ def _worker(state: State, member: Member) -> dict[str, Any]:
         "forwards": member.forwards,
         "last_forward": dict(member.last_forward),
     }
+
+
+def _state(member: Member) -> str:
+    if member.revoked:
+        return "fenced"
+    if member.leaking:
+        return "leaking"
+    return "cut off" if member.cut_off_s and member.state != "leaving" else member.state
 
 
 def _process(state: State, process: Process) -> dict[str, Any]:
@@ -111,6 +119,7 @@ def _process(state: State, process: Process) -> dict[str, Any]:
         "releasing": books.releasing,
         "limit": books.limit,
         "verdict": verdict,
+        "guard_off": process.guard_off,
     }
 
 

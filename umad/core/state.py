@@ -12,15 +12,16 @@ from typing import Any
 
 from umad.config import Settings
 from umad.core.access import Access, Permission
-from umad.core.audit import ProcessBooks
+from umad.core.audit import AccountBooks, ProcessBooks
 from umad.core.ledger import Ledger
 from umad.core.mutex import InitMutex
 from umad.core.waiting import Queue
 from umad.core.watchdog import Watchdog
-from umad.values import Identity, Peer, Snapshot, Worker
+from umad.values import AccountFigures, Identity, Peer, Snapshot, Worker
 
 WORKERS_PER_CONNECTION_MAX = 64
 LEASES_PER_WORKER_MAX = 4096
+ACCOUNTS_MAX = 63  # slots of an account page (guard/page.h)
 QUEUE_MAX = 1024
 EVENTS_KEPT = 256
 
@@ -48,6 +49,11 @@ class Member:
     ratio: float = 0.0
     measured: int | None = None
     cut_off_s: float | None = None
+    revoked: bool = False
+    releasing_s: float | None = None
+    leaking: bool = False
+    limit_told: int | None = None
+    figures: AccountFigures | None = None
     forwards: int = 0
     last_forward: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,6 +67,8 @@ class Process:
     uid: int
     baseline: int
     members: set[int] = field(default_factory=set)
+    guard_off: str = ""  # why no guard enforces quotas in it
+    accounts: set[int] = field(default_factory=set)  # slots of the account page that are taken
 
 
 class State:
@@ -78,7 +86,10 @@ class State:
         self.loads = Queue(QUEUE_MAX)
         self.bursts = Queue(QUEUE_MAX)
         self.inits = Queue(QUEUE_MAX)
-        self.watchdog = Watchdog(settings.enforcement.grace, settings.enforcement.unkillable_after)
+        enforcement = settings.enforcement
+        self.watchdog = Watchdog(
+            enforcement.grace, enforcement.return_deadline, enforcement.unkillable_after
+        )
         self.clients: dict[int, Client] = {}
         self.members: dict[int, Member] = {}
         self.processes: dict[Identity, Process] = {}
@@ -97,6 +108,15 @@ class State:
     def recovering(self, now_s: float) -> bool:
         """Former workers may still be on their way back."""
         return now_s < self.recovering_until_s
+
+    def accounts(self) -> Iterator[tuple[AccountBooks, AccountFigures]]:
+        """The workers whose account could be read, and what they may hold."""
+        for key, member in self.members.items():
+            if member.figures is None or member.state == "leaving":
+                continue
+            allowed = max(self.ledger.booked_by(key), member.worker.quota)
+            loading = member.state == "loading"
+            yield AccountBooks(member.worker.identity, key, allowed, loading), member.figures
 
     def names(self, process: Process) -> tuple[str, ...]:
         """The process's workers' names, sorted."""

@@ -1,9 +1,11 @@
 """From evidence to a stop: breach -> revoke -> SIGKILL -> bytes back.
 
-Owns one case for each process in breach.  Decisions, in order, for each case and snapshot:
+Owns one case for each process in breach, or for the one worker of it that is to blame.
+Decisions, in order, for each case and snapshot:
 
-1. A breach without a case opens one: the workers are revoked, the deadline is set.
-2. A revoked process that is no longer in breach has complied: the case ends.
+1. A breach without a case opens one: the workers are revoked, the deadline is set.  A blamed
+   worker's account is closed, and the guard takes its tensors away.
+2. Who is no longer in breach has complied, or has had its bytes taken: the case ends.
 3. At the deadline a fresh sample must still show the breach, and no other kill may be under
    way: SIGKILL.  A reading that is broken is no evidence; the case waits.
 4. A killed process is waited for; one that is still there after ``unkillable_after_s`` is
@@ -16,7 +18,7 @@ over: the first one's bytes may be all that was needed.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from umad.core.audit import Breach
+from umad.core.audit import Breach, Subject
 from umad.units import GIB
 from umad.values import Identity, Snapshot
 
@@ -37,8 +39,13 @@ class Case:
 
     @property
     def identity(self) -> Identity:
-        """Whose case it is."""
+        """The process."""
         return self.breach.identity
+
+    @property
+    def worker(self) -> int | None:
+        """The worker that is to blame, None for the process as a whole."""
+        return self.breach.worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Complied:
-    """The process is within its limit again; it is not killed."""
+    """Within the limit again: by its own doing, or since the guard took the bytes."""
 
     case: Case
 
@@ -80,45 +87,53 @@ _KILL_GRACE_S_PER_GIB = 0.065
 class Watchdog:
     """Cases by process."""
 
-    def __init__(self, grace_s: float, unkillable_after_s: float) -> None:
+    def __init__(self, grace_s: float, return_s: float, unkillable_after_s: float) -> None:
         self.grace_s = grace_s
+        self.return_s = return_s
         self.unkillable_after_s = unkillable_after_s
-        self._cases: dict[Identity, Case] = {}
+        self._cases: dict[Subject, Case] = {}
 
     @property
     def cases(self) -> Iterable[Case]:
         """The open ones."""
         return self._cases.values()
 
-    def case(self, identity: Identity) -> Case | None:
-        """The open case of a process."""
-        return self._cases.get(identity)
+    def case(self, identity: Identity, worker: int | None = None) -> Case | None:
+        """The open case of a process, or of one worker of it."""
+        return self._cases.get((identity, worker))
 
     def open(
         self, breach: Breach, workers: tuple[str, ...], comm: str, now_s: float
     ) -> Revoke | None:
-        """Rule 1.  None when the process has a case already."""
-        if breach.identity in self._cases:
+        """Rule 1.  None when there is a case already."""
+        if breach.key in self._cases:
             return None
-        case = Case(breach, workers, comm, now_s, breach.taken_s + self.grace_s)
-        self._cases[breach.identity] = case
+        case = Case(breach, workers, comm, now_s, breach.taken_s + self.deadline_s(breach))
+        self._cases[breach.key] = case
         return Revoke(case)
+
+    def deadline_s(self, breach: Breach) -> float:
+        """Seconds from the sample to SIGKILL: the guard gets longer, since the kill hits all."""
+        return self.grace_s if breach.worker is None else self.return_s
 
     def judge(self, found: Sequence[Breach], snapshot: Snapshot, now_s: float) -> list[Verdict]:
         """Rules 2 to 4 for all open cases against one snapshot."""
         verdicts: list[Verdict] = []
-        current = {breach.identity: breach for breach in found}
-        for case in list(self._cases.values()):
+        current = {breach.key: breach for breach in found}
+        for key, case in list(self._cases.items()):
             if case.killed_s is not None:
                 if not case.unkillable and now_s - case.killed_s >= self.unkillable_after_s:
                     case.unkillable = True  # 4
                     verdicts.append(Unkillable(case))
                 continue
             reading = snapshot.processes.get(case.identity)
-            known = reading is not None and reading.bytes.value is not None
-            breach = current.get(case.identity)
+            # A page that can be read is known; of a process the physical bytes must be.
+            known = case.worker is not None or (
+                reading is not None and reading.bytes.value is not None
+            )
+            breach = current.get(key)
             if breach is None and known and snapshot.taken_s > case.revoked_s:
-                del self._cases[case.identity]  # 2
+                del self._cases[key]  # 2
                 verdicts.append(Complied(case))
             elif now_s >= case.due_s:
                 case.looked = True
@@ -130,8 +145,14 @@ class Watchdog:
         return verdicts
 
     def close(self, identity: Identity) -> Case | None:
-        """The process is gone; returns its case, which is over."""
-        return self._cases.pop(identity, None)
+        """The process is gone; all its cases are over.  Returns the one that came furthest."""
+        over = [self._cases.pop(key) for key in list(self._cases) if key[0] == identity]
+        over.sort(key=lambda case: (case.killed_s is None, case.revoked_s))
+        return over[0] if over else None
+
+    def drop(self, identity: Identity, worker: int) -> None:
+        """The worker has left: there is nobody to judge any more."""
+        self._cases.pop((identity, worker), None)
 
     def next_look_s(self) -> float | None:
         """When a fresh sample is needed for a decision."""

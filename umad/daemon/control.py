@@ -9,7 +9,9 @@ uses its parent's connection is noticed.
 
 import asyncio
 import errno
+import os
 import socket
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
@@ -29,7 +31,8 @@ SWEEP_EVERY_S: Final = 1.0
 UNREAD_BYTES_MAX: Final = 1 << 20
 CONNECTIONS_PER_UID_MAX: Final = 128
 BACKLOG: Final = 512
-_CREDENTIALS_SPACE: Final = socket.CMSG_SPACE(12)  # struct ucred
+# struct ucred, and room for one descriptor: the kernel closes what does not fit.
+_ANCILLARY_SPACE: Final = socket.CMSG_SPACE(12) + socket.CMSG_SPACE(4)
 
 
 class Handler(Protocol):
@@ -76,17 +79,28 @@ class Channel:
         self._server = server
         self._sock = sock
         self._out = bytearray()
+        self._fd: int | None = None
         self._foreign: set[int] = set()
         self._last_s = self._partial_since_s = server.loop.time()
         self._closed = False
         server.loop.add_reader(sock, self._readable)
 
     def respond(
-        self, request: int, result: Any = None, error: Mapping[str, Any] | None = None
+        self,
+        request: int,
+        result: Any = None,
+        error: Mapping[str, Any] | None = None,
+        fd: int | None = None,
     ) -> None:
-        """Answer a request; nothing happens on a closed connection."""
+        """Answer a request, with a file descriptor; nothing happens on a closed connection."""
         if not self._closed:
-            self._send(self.connection.send_response(request, result=result, error=error))
+            data = self.connection.send_response(request, result=result, error=error)
+            self._send(data, fd)
+
+    def take_fd(self) -> int | None:
+        """The file descriptor that the peer sent last; the caller closes it."""
+        fd, self._fd = self._fd, None
+        return fd
 
     def notify(self, method: str, params: Mapping[str, Any]) -> None:
         """Tell the peer something, if it has said hello."""
@@ -102,6 +116,8 @@ class Channel:
         self._server.loop.remove_writer(self._sock)
         self.connection.close()
         self._sock.close()
+        if (fd := self.take_fd()) is not None:
+            os.close(fd)
         self._server.forget(self)
         self._server.handler.closed(self, why)
 
@@ -118,7 +134,9 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, _CREDENTIALS_SPACE)
+            data, ancillary, _, _ = self._sock.recvmsg(
+                READ_BYTES, _ANCILLARY_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, InterruptedError):
             return
         except OSError:  # it died with our answers unread: no fault of its own making
@@ -127,6 +145,8 @@ class Channel:
         if not data:
             self.close("half a message, then the end" if self.connection.has_partial else "")
             return
+        if len(ancillary) > 1:
+            self._keep_fd(ancillary)
         pid = peercred.parse_creds(ancillary)
         if pid is not None and pid != self.peer.identity.pid and pid not in self._foreign:
             self._foreign.add(pid)
@@ -148,14 +168,32 @@ class Channel:
             elif type(message) is Notification:
                 self._server.handler.notification(self, message)
 
-    def _send(self, data: bytes) -> None:
-        if self._out:
+    def _keep_fd(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        """Keep the last descriptor a peer sent; any other is closed at once."""
+        for level, kind, data in ancillary:
+            if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                continue
+            for fd in struct.unpack(f"={len(data) // 4}i", data[: len(data) // 4 * 4]):
+                if self._fd is not None:
+                    os.close(self._fd)
+                self._fd = fd
+
+    def _send(self, data: bytes, fd: int | None = None) -> None:
+        if self._out and fd is None:
             self._out += data
             if len(self._out) > UNREAD_BYTES_MAX:
                 self.close("it does not read its answers")
             return
         try:
-            sent = self._sock.send(data)
+            if fd is None:
+                sent = self._sock.send(data)
+            else:
+                # With its answer or not at all: a peer that reads so slowly asks again.
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))
+                sent = self._sock.sendmsg([self._out + data], [rights]) - len(self._out)
+                if sent < 0:
+                    raise OSError("half an answer was still on its way")
+                self._out.clear()
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:

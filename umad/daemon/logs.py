@@ -35,6 +35,8 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "exited": "686af176b7204eb0b42ea5d0995489b1",
     "lease_expired": "bb3a9ad207d743748764da5d0dd379ba",
     "init_lock_expired": "f73af46741044e348b958b615931a2b4",
+    "leaking": "e3f6a9d04b1c4f7e9a2d5c8b7f0e1d23",
+    "quota_set": "f4a7bae15c2d4a8fab3e6d9c8a1f2e34",
     "revoked": "ca248485967849fd9e8e5211883e3cb5",
     "complied": "bca4a5300b614d6f84c98e764aea8d06",
     "stopped": "8f278dd674924319b1c9502ad7afbf78",

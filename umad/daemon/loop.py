@@ -19,12 +19,15 @@ from umad.config import Settings
 from umad.core.access import Access
 from umad.core.actions import (
     Action,
+    CloseAccount,
     Event,
     Kill,
     Look,
     Notify,
+    OpenAccount,
     Refuse,
     Reply,
+    SetLimit,
     Unwatch,
     Watch,
 )
@@ -32,7 +35,8 @@ from umad.core.engine import Engine
 from umad.core.ports import Probe
 from umad.daemon.control import Channel, ControlServer
 from umad.daemon.effects import DryRun, Effects
-from umad.errors import InvariantBroken, RequestRejected, UmadError, VersionMismatch
+from umad.daemon.pages import Pages
+from umad.errors import InvariantBroken, ProbeError, RequestRejected, UmadError, VersionMismatch
 from umad.host.notify import Notifier
 from umad.values import SYSTEM_POOL, Identity, ProcessReading
 from umad.wire.frames import Limits
@@ -71,6 +75,7 @@ class Daemon:
             recovering_until_s=now_s + (settings.leases.recovery if restarted else 0.0),
             unix_offset_s=time.time() - now_s,
         )
+        self._pages = Pages(generation)
         self._effects = (DryRun if dry_run else Effects)(self._loop, self._exited)
         self._server: ControlServer | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -142,6 +147,7 @@ class Daemon:
             process: ProcessReading | None = None
             if message.method == "register":
                 process = self._read(channel.peer.identity)
+                self._adopt_page(channel)
         except RequestRejected as error:
             channel.respond(message.id, error=error.to_wire())
             return
@@ -200,8 +206,10 @@ class Daemon:
     def _look(self) -> None:
         """One look at memory and what follows from it."""
         snapshot = self._probe.sample(self.engine.state.processes, self._loop.time())
+        snapshot = self._probe.confirm(snapshot, self.engine.limits())
         self._tell_if_unknown(snapshot.pools[SYSTEM_POOL].safe.problem)
-        self._do(self.engine.observe(snapshot, self._loop.time()))
+        accounts = dict(self._pages.figures(self.engine.state.members))
+        self._do(self.engine.observe(snapshot, self._loop.time(), accounts))
         self._arm_deadline()
 
     def _arm_deadline(self) -> None:
@@ -226,25 +234,55 @@ class Daemon:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Reply(connection, request, result):
-                if (channel := self._channel(connection)) is not None:
-                    channel.respond(request, self._completed(result))
-            case Refuse(connection, request, error):
-                if (channel := self._channel(connection)) is not None:
-                    channel.respond(request, error=error.to_wire())
-            case Notify(connection, method, params):
-                if (channel := self._channel(connection)) is not None:
-                    channel.notify(method, params)
+            case Reply() | Refuse() | Notify():
+                if (channel := self._channel(action.connection)) is not None:
+                    self._send(channel, action)
             case Event(name, level, fields):
-                getattr(self._log, level)(name, **fields)
+                self._happened(name, level, **fields)
             case Kill(identity, reason):
                 self._kill(identity, reason)
             case Watch(identity):
                 self._effects.watch(identity)
             case Unwatch(identity):
                 self._effects.unwatch(identity)
+                self._pages.drop(identity)
             case Look():
                 self._look()
+            case OpenAccount() | SetLimit() | CloseAccount():
+                self._perform_on_page(action)
+
+    def _send(self, channel: Channel, action: Reply | Refuse | Notify) -> None:
+        match action:
+            case Reply(_, request, result, page):
+                fd = None if page is None else self._pages.page(page).fd
+                channel.respond(request, self._completed(result), fd=fd)
+            case Refuse(_, request, error):
+                channel.respond(request, error=error.to_wire())
+            case Notify(_, method, params):
+                channel.notify(method, params)
+
+    def _perform_on_page(self, action: OpenAccount | SetLimit | CloseAccount) -> None:
+        match action:
+            case OpenAccount(identity, slot, limit, again):
+                self._pages.open(identity, slot, limit, again=again)
+            case SetLimit(identity, slot, limit):
+                self._pages.set_limit(identity, slot, limit)
+            case CloseAccount(identity, slot):
+                self._pages.close_account(identity, slot)
+
+    def _adopt_page(self, channel: Channel) -> None:
+        """A worker that comes back after our restart brings its process's account page."""
+        fd = channel.take_fd()
+        if fd is None:
+            return
+        try:
+            self._pages.adopt(channel.peer.identity, fd)
+        except ProbeError as error:
+            self._happened(
+                "protocol_violation", "warning", pid=channel.peer.identity.pid, why=error.message
+            )
+        finally:
+            os.close(fd)
 
     def _kill(self, identity: Identity, reason: str) -> None:
         problem = self._effects.kill(identity)
@@ -275,6 +313,8 @@ class Daemon:
     def _completed(self, result: Any) -> Any:
         """What only the shell knows is added to a status."""
         if "pools" in result:
+            for process in result["processes"]:
+                process["guard"] = self._pages.guarded(process["pid"])
             return {
                 "daemon": {
                     "version": __version__,
@@ -326,3 +366,4 @@ class Daemon:
         if self._server is not None:
             self._server.close()
         self._effects.close()
+        self._pages.close()

@@ -9,14 +9,14 @@ amdgpu, TTM and KFD enforce.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from umad.host.clock import Clock, MonotonicClock
 from umad.host.files import KernelFile, Unreadable, inside, parsed, read_file, read_text
 from umad.host.gpu import GpuProbe
-from umad.host.procs import ProcessTable
+from umad.host.procs import ProcessTable, with_shared_once
 from umad.units import GIB, format_bytes
 from umad.values import (
     SYSTEM_POOL,
@@ -219,6 +219,24 @@ class MachineProbe:
             anomalies=tuple(anomalies),
             info=info,
         )
+
+    def confirm(self, snapshot: Snapshot, limits: Mapping[Identity, int]) -> Snapshot:
+        """Count shared memory once in those processes whose breach depends on it.
+
+        Args:
+            snapshot: of this moment.
+            limits: what each process may hold, in bytes.
+        """
+        doubtful = {
+            identity: with_shared_once(reading, self._root)
+            for identity, reading in snapshot.processes.items()
+            if reading.bytes.value is not None
+            and identity in limits
+            and reading.bytes.value - reading.shmem_bytes <= limits[identity] < reading.bytes.value
+        }
+        if not doubtful:
+            return snapshot
+        return replace(snapshot, processes={**snapshot.processes, **doubtful})
 
     def check(self) -> list[str]:
         """What keeps umad from starting on this machine, one text each; empty when nothing."""

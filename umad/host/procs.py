@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -35,11 +35,15 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What /proc/PID/status says of life and memory; ``bytes`` is None where it says nothing."""
+    """What /proc/PID/status says of life and memory; ``bytes`` is None where it says nothing.
+
+    ``shmem`` is the part of ``bytes`` in shared memory.
+    """
 
     state: str
     threads: int
     bytes: int | None
+    shmem: int = 0
 
 
 def parse_stat(data: bytes) -> Stat:
@@ -64,10 +68,24 @@ def parse_status(data: bytes) -> Status:
     if not state:
         raise ValueError("no State line")
     anon, shmem = _field(data, b"\nRssAnon:"), _field(data, b"\nRssShmem:")
-    size = None
+    size, shared = None, 0
     if anon and shmem:
-        size = (_kilobytes(anon) + _kilobytes(shmem)) * 1024
-    return Status(state[:1].decode("ascii", "replace"), int(_field(data, b"\nThreads:") or 1), size)
+        shared = _kilobytes(shmem) * 1024
+        size = _kilobytes(anon) * 1024 + shared
+    threads = int(_field(data, b"\nThreads:") or 1)
+    return Status(state[:1].decode("ascii", "replace"), threads, size, shared)
+
+
+def parse_proportional(data: bytes) -> int:
+    """Anonymous and shared-memory bytes of /proc/PID/smaps_rollup, shared pages by their share.
+
+    Raises:
+        ValueError: the kernel (before 5.9) does not split them, or not the known layout.
+    """
+    anon, shmem = _field(data, b"\nPss_Anon:"), _field(data, b"\nPss_Shmem:")
+    if not anon or not shmem:
+        raise ValueError("no Pss_Anon or Pss_Shmem")
+    return (_kilobytes(anon) + _kilobytes(shmem)) * 1024
 
 
 def _field(data: bytes, key: bytes) -> bytes:
@@ -188,7 +206,9 @@ class ProcessTable:
         if status.bytes is None:
             return self._from_statm(identity)
         reading = Reading.of(status.bytes, "status")
-        return ProcessReading(identity, True, reading, host_bytes=status.bytes)
+        return ProcessReading(
+            identity, True, reading, host_bytes=status.bytes, shmem_bytes=status.shmem
+        )
 
     def keep_only(self, identities: frozenset[Identity]) -> None:
         """Close what belongs to processes that nobody asks for any more."""
@@ -225,6 +245,25 @@ class ProcessTable:
         if file is not None:
             file.close()
         return ProcessReading(identity, False, Reading.of(0, how))
+
+
+def with_shared_once(reading: ProcessReading, root: str = "/") -> ProcessReading:
+    """The same process with its shared memory counted by its share; unchanged where unreadable.
+
+    Slow (22 ms for 4 GiB of 4 KiB pages): for a figure that something depends on.
+    """
+    path = inside(root, f"proc/{reading.identity.pid}/smaps_rollup")
+    try:
+        host = read_as(path, parse_proportional)
+    except Unreadable:
+        return reading
+    if host >= reading.host_bytes:
+        return reading
+    return replace(
+        reading,
+        bytes=Reading.of(host + reading.gpu_bytes, "smaps_rollup"),
+        host_bytes=host,
+    )
 
 
 def process_bytes(identity: Identity, root: str = "/") -> Reading:

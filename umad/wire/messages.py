@@ -227,6 +227,9 @@ METHODS: Final[Mapping[str, Method]] = {
         thread=_optional(COUNT, 0),
         held=_optional(BYTES),
         baseline=_optional(BYTES),
+        guard=_optional(FLAG, False),
+        account=_optional(COUNT),
+        guard_off=_optional(TEXT),
     ),
     "unregister": _request(worker=_ID),
     "reserve": _request(worker=_ID, bytes=_optional(SIZE), parts=_optional(SIZES), wait_s=_WAIT),
@@ -237,6 +240,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "init_unlock": _request(worker=_ID, token=_ID),
     "admit": _request(worker=_ID, bytes=Param(SIZE), wait_s=_WAIT, ttl_s=_optional(SECONDS)),
     "status": _request(),
+    "set_quota": _request(worker=_ID, quota=Param(SIZE)),
     "events": _request(since=_optional(COUNT, 0)),
     "forward_done": Method(
         Form.FROM_CLIENT,

@@ -1,0 +1,289 @@
+"""Workers come, change and go: registration, quotas, leaving; and what handlers share.
+
+A handler is (state, call) -> actions.  It raises a ``RequestRejected`` before anything was
+changed; the engine turns that into an answer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from umad.core import grants
+from umad.core.actions import Action, Event, OpenAccount, Reply, Watch
+from umad.core.state import (
+    ACCOUNTS_MAX,
+    WORKERS_PER_CONNECTION_MAX,
+    Client,
+    Member,
+    Process,
+    State,
+)
+from umad.errors import (
+    AccessDenied,
+    InvalidParams,
+    LeaseNotFound,
+    NameTaken,
+    NeverFits,
+    Overloaded,
+    WorkerRevoked,
+)
+from umad.units import format_bytes
+from umad.values import SYSTEM_POOL, Lease, LeaseKind, LeaseState, ProcessReading, Worker
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One message to handle; ``request`` is None for a notification.
+
+    ``process`` is a fresh reading of the caller's process, taken for ``register`` alone.
+    """
+
+    client: Client
+    request: int | None
+    params: Params
+    now_s: float
+    process: ProcessReading | None = None
+
+    def reply(self, result: Params) -> Reply:
+        """The answer to it."""
+        assert self.request is not None
+        return Reply(self.client.id, self.request, result)
+
+
+Handler = Callable[[State, Call], Iterator[Action]]
+
+
+def register(state: State, call: Call) -> Iterator[Action]:
+    """Add a worker, or bind one that was cut off to its old books."""
+    params, client = call.params, call.client
+    quota = params["quota"]
+    peak = params.get("peak", quota)
+    pool = params.get("pool", SYSTEM_POOL)
+    instance = params.get("instance", 0)
+    if peak < quota:
+        raise InvalidParams(
+            f"peak {format_bytes(peak)} is below the quota {format_bytes(quota)}; a load passes "
+            "through its quota"
+        )
+    if len(client.workers) >= WORKERS_PER_CONNECTION_MAX:
+        raise Overloaded(f"one connection may register {WORKERS_PER_CONNECTION_MAX} workers")
+    _check_fits(state, pool, peak)
+    old = _find(state, params["model"], instance)
+    identity = client.peer.identity
+    if old is not None and old.worker.identity == identity and old.client is None:
+        yield from _rejoin(state, call, old)
+        return
+    if old is not None and old.state != "leaving":
+        raise NameTaken(
+            f"worker {old.worker.name!r} is registered by pid {old.worker.identity.pid}; "
+            "choose another name or instance",
+            retry_after_s=1.0,
+        )
+    worker = Worker(
+        state.next_worker,
+        params["model"],
+        instance,
+        identity,
+        quota,
+        peak,
+        pool,
+        params.get("priority", 0),
+        params.get("pin", False),
+        params.get("thread", 0),
+    )
+    state.next_worker += 1
+    held = params.get("held")
+    process = state.processes.get(identity)
+    if process is None:
+        process = Process(identity, client.peer.comm, client.peer.uid, _baseline(call))
+        state.processes[identity] = process
+        yield Watch(identity)
+    process.guard_off = params.get("guard_off", process.guard_off)
+    if params["guard"]:
+        worker = replace(worker, account=_account(process, params.get("account")))
+    member = Member(worker, client.id)
+    state.members[worker.id] = member
+    process.members.add(worker.id)
+    client.workers.add(worker.id)
+    answer = {
+        "worker": worker.id,
+        "generation": state.generation,
+        "baseline": process.baseline,
+    }
+    if held is not None:
+        lease = state.ledger.restore(worker.id, pool, quota)
+        member.state, member.measured = "ready", held
+        answer |= {"lease": lease.id, "token": lease.token}
+    if worker.account is None:
+        yield call.reply(answer)
+    else:
+        member.limit_told = state.ledger.holding(worker.id).active
+        again = worker.account == params.get("account")
+        yield OpenAccount(identity, worker.account, member.limit_told, again)
+        yield replace(call.reply(answer | {"account": worker.account}), page=identity)
+    yield event("registered", member, quota_bytes=quota, peak_bytes=peak, held_bytes=held)
+
+
+def unregister(state: State, call: Call) -> Iterator[Action]:
+    """A worker leaves by word; its bytes stay booked until they are seen to be gone."""
+    member = state.members.get(call.params["worker"])
+    if member is not None and member.revoked and _same_process(member, call):
+        # Its thread has unwound: from now on its slot can be another's.
+        member.revoked = False
+        yield call.reply({})
+        if member.state != "leaving":
+            yield from leave(state, member, "unregistered", call.now_s)
+        return
+    member = own(state, call)
+    yield call.reply({})
+    yield from leave(state, member, "unregistered", call.now_s)
+
+
+def set_quota(state: State, call: Call) -> Iterator[Action]:
+    """Change a worker's steady quota; a loaded model's booking follows at once.
+
+    More must fit; less may put the worker in breach, and the next look judges it by that.
+    """
+    member = state.members.get(call.params["worker"])
+    if member is None or member.state == "leaving":
+        raise LeaseNotFound(f"there is no worker {call.params['worker']}")
+    quota, worker = call.params["quota"], member.worker
+    _check_fits(state, worker.pool, quota)
+    for lease in state.ledger.of_worker(worker.id):
+        if lease.kind is LeaseKind.LOAD and lease.state is LeaseState.COMMITTED:
+            more = ((worker.pool, quota - lease.bytes),)
+            error = None
+            if quota > lease.bytes:
+                error = grants.refusal(state, more, worker.id, call.now_s)
+            if error is not None:
+                raise error
+            state.ledger.resize(lease, quota)
+    member.worker = replace(worker, quota=quota, peak=max(quota, worker.peak))
+    yield call.reply({"quota": quota})
+    yield event("quota_set", member, "warning", quota_bytes=quota, was_bytes=worker.quota)
+
+
+def leave(state: State, member: Member, why: str, now_s: float) -> Iterator[Action]:
+    """End a worker whose process lives on: what it holds goes to releasing."""
+    member.state = "leaving"
+    member.cut_off_s = now_s
+    state.mutex.take_away(member.worker.id)
+    for queue in state.queues:
+        for waiter in queue.pop_worker(member.worker.id):
+            yield from grants.give_up(state, waiter, now_s)
+    for lease in state.ledger.of_worker(member.worker.id):
+        if lease.state is not LeaseState.RELEASING:
+            end_lease(state, lease)
+    if member.client is not None and member.client in state.clients:
+        state.clients[member.client].workers.discard(member.worker.id)
+    member.client = None
+    yield event("left", member, why=why, booked_bytes=state.ledger.booked_by(member.worker.id))
+
+
+def end_lease(state: State, lease: Lease) -> None:
+    """A lease ends by word; a worker without a load can load again."""
+    state.ledger.release(lease)
+    member = state.members[lease.worker]
+    if lease.kind is LeaseKind.LOAD and member.state in ("loading", "ready"):
+        member.state, member.measured = "registered", None
+
+
+def own(state: State, call: Call) -> Member:
+    """The worker named in the call, which must be the caller's."""
+    member = state.members.get(call.params["worker"])
+    if member is None:
+        raise LeaseNotFound(f"there is no worker {call.params['worker']}; register again")
+    if member.revoked and _same_process(member, call):
+        raise revoked(member)
+    if member.client != call.client.id:
+        raise AccessDenied(f"worker {member.worker.name!r} belongs to another connection")
+    return member
+
+
+def event(name: str, member: Member, level: str = "info", **fields: Any) -> Event:
+    """An event about a worker."""
+    worker = member.worker
+    return Event(name, level, {"worker": worker.name, "pid": worker.identity.pid, **fields})
+
+
+def revoked(member: Member) -> WorkerRevoked:
+    """What a fenced worker hears from now on."""
+    return WorkerRevoked(f"worker {member.worker.name!r} is over its quota and was revoked")
+
+
+def _same_process(member: Member, call: Call) -> bool:
+    return member.worker.identity == call.client.peer.identity
+
+
+def _rejoin(state: State, call: Call, member: Member) -> Iterator[Action]:
+    """A worker of this daemon's own life that lost its connection for a moment."""
+    member.client, member.cut_off_s = call.client.id, None
+    call.client.workers.add(member.worker.id)
+    answer = {
+        "worker": member.worker.id,
+        "generation": state.generation,
+        "baseline": state.processes[member.worker.identity].baseline,
+    }
+    held = [
+        lease
+        for lease in state.ledger.of_worker(member.worker.id)
+        if lease.state is LeaseState.COMMITTED
+    ]
+    if held:
+        answer |= {"lease": held[0].id, "token": held[0].token}
+    yield call.reply(answer)
+    yield event("rejoined", member)
+
+
+def _account(process: Process, wanted: int | None) -> int | None:
+    """A free slot of the process's account page; the one it had before, where it names it.
+
+    None when all are taken: the worker is then judged by its process, as without a guard.
+    """
+    free = (slot for slot in range(ACCOUNTS_MAX) if slot not in process.accounts)
+    slot = wanted if wanted is not None and wanted not in process.accounts else next(free, None)
+    if slot is not None:
+        process.accounts.add(slot)
+    return slot
+
+
+def _baseline(call: Call) -> int:
+    """What the process holds before its first worker; a returning one knows what it was.
+
+    Its word counts up to what is physically there: more would raise its limit.
+    """
+    now = call.process.bytes.value if call.process is not None else None
+    if now is None:
+        return 0
+    if "held" in call.params:
+        return min(now, int(call.params.get("baseline", max(0, now - call.params["held"]))))
+    return now
+
+
+def _find(state: State, model: str, instance: int) -> Member | None:
+    return next(
+        (
+            member
+            for member in state.members.values()
+            if (member.worker.model, member.worker.instance) == (model, instance)
+            and member.state != "leaving"
+        ),
+        None,
+    )
+
+
+def _check_fits(state: State, pool: str, peak: int) -> None:
+    if not state.ledger.pools:
+        return  # memory was never read: nothing is granted either
+    if pool not in state.ledger.pools:
+        known = ", ".join(sorted(state.ledger.pools))
+        raise NeverFits(f"there is no pool {pool!r} on this machine; it has: {known}")
+    short = state.ledger.shortage([(pool, peak)])
+    if short is not None and not short.ever:
+        raise NeverFits(
+            f"{format_bytes(peak)} can never fit: the whole budget of pool {short.pool!r} is "
+            f"{format_bytes(short.budget)}",
+            details={"asked_bytes": peak, "budget_bytes": short.budget, "pool": short.pool},
+        )
