@@ -13,6 +13,7 @@ from typing import Any
 
 from umad.errors import ConfigError
 from umad.settings import (
+    RESERVED_NAMES,
     SECTIONS,
     BadValue,
     DaemonSettings,
@@ -212,6 +213,14 @@ def _names_and_paths(
                 "give each its own name",
             )
         seen.setdefault(model.name, line)
+        if model.name in RESERVED_NAMES:
+            yield Problem(
+                line,
+                "model.name",
+                f'"{model.name}"',
+                "umad-serve's own workers have this name",
+                "choose another",
+            )
         if path_exists is not None and not path_exists(model.path):
             yield Problem(
                 lines.of("model", "path", index),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from umad.units import UnitError, parse_bytes, parse_duration
 
+RESERVED_NAMES: Final = ("runtime", "zygote")
 MODEL_KINDS: Final = ("chat", "vision", "image", "speech", "embedding")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -69,6 +69,7 @@ def test_a_wrong_value_is_named_with_its_line(line: str) -> None:
     ("old", "new"),
     [
         ('"llama"', '"no spaces"'),
+        ('"llama"', '"runtime"'),
         ('"chat"', '"chess"'),
         ('"/m"', '"m"'),
         ('"4GiB"', '"-4GiB"'),

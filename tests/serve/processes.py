@@ -88,7 +88,7 @@ async def engine_process(
             f"--fd={theirs.fileno()}",
             *extra,
             pass_fds=[theirs.fileno()],
-            env=engine_environment(os.environ),
+            env=engine_environment(os.environ, "auto"),
             stderr=asyncio.subprocess.PIPE,
             cwd=ROOT,
         )

@@ -1,5 +1,7 @@
 """An engine process whose models do what the prompt says: ``python -m tests.serve.scripted``."""
 
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -34,6 +36,8 @@ class Scripted:
             tick = threading.Event()
             while not cancelled() and not (self.path / "release").exists():
                 tick.wait(0.005)
+        if said == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
         if said == "raise":
             raise ValueError(f"secret {said}")
         if said == "memory":
@@ -42,6 +46,8 @@ class Scripted:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
         if said == "device":
             raise AcceleratorError("HIP error: unspecified launch failure")
+        if "image" in job:
+            return Result({"images": [job["image"]]})
         if "texts" in job:
             return Result({"vectors": [[0.5, 1.0]] * len(job["texts"]), "tokens": 1})
         return Result(
@@ -51,6 +57,7 @@ class Scripted:
                 "completion_tokens": 1,
                 "finish_reason": "stop",
                 "thread": threading.get_native_id(),
+                "pid": os.getpid(),
             }
         )
 
@@ -72,4 +79,4 @@ def libraries(_settings: Settings) -> Load:
 
 
 if __name__ == "__main__":
-    sys.exit(engine.main(libraries=libraries))
+    sys.exit(engine.main(libraries=libraries, zygote="tests.serve.scripted_zygote"))

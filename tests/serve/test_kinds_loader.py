@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.demo.fixtures import FOLDERS, checkpoints, minilm, runner
-from umad.config import MODEL_KINDS
 from umad.errors import InvalidParams, ModelFailed
 from umad.serve.loader import RUNNERS, load
+from umad.settings import MODEL_KINDS
 
 pytestmark = [pytest.mark.models, pytest.mark.slow]
 

@@ -10,7 +10,8 @@ import pytest
 from tests.client.conftest import Daemon
 from tests.serve.processes import ROOT, read_settings, scripted_command, write_config
 from tests.serve.standin import make_settings, run, until
-from umad.errors import WorkerLost, WorkerRevoked
+from umad.errors import ConfigError, WorkerLost, WorkerRevoked
+from umad.guard import preload
 from umad.serve import supervisor as module
 from umad.serve.link import EngineLink, ModelState
 from umad.serve.supervisor import Supervisor, engine_environment
@@ -26,8 +27,9 @@ def test_the_engines_environment():
         "HSA_ENABLE_SDMA": "1",
         "OMP_NUM_THREADS": "64",
     }
-    made = engine_environment(own)
+    made = engine_environment(own, "off")
     assert made == {
+        "UMAD_GUARD_OFF": 'serve.guard is "off"',
         "PATH": "/bin",
         "HSA_ENABLE_SDMA": "1",  # the user's own stands
         "MALLOC_TRIM_THRESHOLD_": "131072",
@@ -38,6 +40,19 @@ def test_the_engines_environment():
     }
 
 
+def test_the_guard_is_preloaded_or_said_to_be_off():
+    preload.build()
+    made = engine_environment({"PATH": "/bin"}, "auto")
+    assert made["LD_PRELOAD"].endswith("libumadguard.so")
+    assert made["UMAD_GUARD_OFF"] == ""
+    beside = {"PATH": "/bin", "LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}
+    off = engine_environment(beside, "auto")
+    assert off["LD_PRELOAD"] == beside["LD_PRELOAD"]
+    assert "jemalloc" in off["UMAD_GUARD_OFF"]
+    with pytest.raises(ConfigError, match="jemalloc"):
+        engine_environment(beside, "required")
+
+
 @pytest.mark.slow
 def test_a_killed_engine_is_replaced_at_once(tmp_path):
     config = write_config(tmp_path, {"one": {}})
@@ -45,7 +60,7 @@ def test_a_killed_engine_is_replaced_at_once(tmp_path):
 
     async def scenario():
         link = EngineLink(read_settings(config))
-        environment = engine_environment({**os.environ, "PYTHONPATH": str(ROOT)})
+        environment = engine_environment({**os.environ, "PYTHONPATH": str(ROOT)}, "auto")
         supervisor = Supervisor(link, scripted_command(config), environment)
         supervision = asyncio.ensure_future(supervisor.run())
         await until(lambda: link.ready() == (1, 1))

@@ -110,6 +110,12 @@ class Worker:
         hold = self._live_hold()
         return 0 if hold is None else hold.bytes
 
+    @property
+    def grown_bytes(self) -> int:
+        """What its account holds beyond what the load was measured at; 0 without a guard."""
+        slot = self._account
+        return 0 if slot is None else max(0, process_page.used(slot) - self.held_bytes)
+
     def load(
         self,
         loader: Callable[[], T],

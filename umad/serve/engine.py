@@ -1,4 +1,6 @@
-"""The engine: the process that holds the models, one worker thread per model instance.
+"""The engine: the process that holds the models, one thread per model instance.
+
+A thread runs its model itself, or, for ``isolation = "process"``, minds the process that does.
 
 ``python -m umad.serve.engine``, started by the front with one end of the link.  Owns the order
 of the start (libraries, books, models by priority), the hand-over between the loop that speaks
@@ -24,17 +26,22 @@ from typing import Any, Final
 import structlog
 
 from umad.client.blocking import Client, connect
-from umad.config import Settings
 from umad.errors import ModelNotFound, UmadError, UnknownMethod
 from umad.serve import logs
+from umad.serve.instance import Instance
 from umad.serve.jobs import Job, JobQueue
-from umad.serve.link import LinkPeer, ModelState, link_limits, pack_vector
+from umad.serve.libraries import bring, share_cores
+from umad.serve.link import LinkPeer, ModelState, link_limits
 from umad.serve.main import check_config, read_config
+from umad.serve.nursery import Nursery
+from umad.serve.process import ModelProcess
 from umad.serve.worker import Load, ModelThread
+from umad.settings import ModelSettings, Settings
 
 RUNTIME: Final = "runtime"
 STOP_S: Final = 4.0  # the front waits a little longer before it sends signals
 RETRY_MAX_S: Final = 5.0
+STUCK_HOLD_S: Final = 5.0  # as a revoked model waits otherwise
 _PR_SET_PDEATHSIG: Final = 1
 log = structlog.get_logger()
 
@@ -46,18 +53,24 @@ class Engine:
         settings: the whole configuration.
         libraries: imports what models need and returns what reads them; run once, in a thread.
         holds: seconds to hold back the first load of a model, by its name.
+        nursery: gives processes to models that want their own.
     """
 
     def __init__(
-        self, settings: Settings, libraries: Callable[[], Load], holds: Mapping[str, float]
+        self,
+        settings: Settings,
+        libraries: Callable[[], Load],
+        holds: Mapping[str, float],
+        nursery: Nursery,
     ) -> None:
         self._settings = settings
         self._libraries = libraries
         self._holds = holds
+        self._nursery = nursery
         self._loop = asyncio.get_running_loop()
         self._queues = {model.name: JobQueue(model.name) for model in settings.models}
         self._models_of: dict[str, str] = {}  # open requests -> model
-        self._threads: list[ModelThread] = []
+        self._threads: list[Instance] = []
         self._stopping = threading.Event()
         self._ended = asyncio.Event()
         self._exit_code = 0
@@ -97,8 +110,6 @@ class Engine:
             return
 
         def reply(result: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> None:
-            if result is not None and "vectors" in result:
-                result = {**result, "vectors": [pack_vector(one) for one in result["vectors"]]}
             self._loop.call_soon_threadsafe(self._answer, ident, request, result, error)
 
         self._models_of[request] = model
@@ -141,35 +152,64 @@ class Engine:
         self._loop.call_soon_threadsafe(self._end, 0, ident)
 
     def _direct(self) -> None:
-        """Connect, book the process itself, then start the workers by priority."""
-        opened = self._until_open()
-        if opened is None:
+        """Connect, book the process itself, then start the workers by priority.
+
+        Where every model has a process of its own, this one imports nothing, holds nothing worth
+        booking and is no worker.
+        """
+        alone = self._settings.isolations == {"process"}
+        books = None if alone else self._until_open()
+        if self._stopping.is_set():
             return
-        client, load = opened
         models = sorted(self._settings.models, key=lambda model: -model.priority)
         for model in models:
             for instance in range(model.instances):
                 if self._stopping.is_set():
                     return
-                thread = ModelThread(
-                    client,
-                    model,
-                    instance,
-                    self._queues[model.name],
-                    load,
-                    self._report,
-                    self._on_poisoned,
-                    self._holds.get(model.name, 0.0),
-                )
+                thread = self._instance(model, instance, books)
                 self._threads.append(thread)
                 thread.start()
                 # Loads go one after the other anyway (the init mutex); this keeps the order,
                 # and a model that is refused lets the next one try.
                 thread.settled.wait()
 
+    def _instance(
+        self, model: ModelSettings, instance: int, books: tuple[Client, Load] | None
+    ) -> Instance:
+        queue, hold_s = self._queues[model.name], self._holds.get(model.name, 0.0)
+        if model.isolation == "process":
+            return ModelProcess(model, instance, queue, self._nursery, self._report, hold_s)
+        assert books is not None
+
+        def take_its_place(stuck: ModelThread) -> None:
+            # In the thread of a timer.  The old one is fenced and may sleep for ever.
+            if self._stopping.is_set():
+                return
+            fresh = new(STUCK_HOLD_S)
+            self._threads[self._threads.index(stuck)] = fresh
+            fresh.start()
+
+        def new(wait_s: float) -> ModelThread:
+            client, load = books
+            return ModelThread(
+                client,
+                model,
+                instance,
+                queue,
+                load,
+                self._report,
+                self._on_poisoned,
+                wait_s,
+                take_its_place,
+            )
+
+        return new(hold_s)
+
     def _open_books(self) -> tuple[Client, Load]:
         client = connect(self._settings.daemon.socket, name="umad-serve", on_unavailable="deny")
         try:
+            if "process" in self._settings.isolations:
+                self._nursery.start()  # its imports run beside ours
             # What no model owns is booked too, for life: the interpreter and its libraries.
             runtime = client.worker(RUNTIME, quota=self._settings.serve.runtime_quota, pin=True)
             return client, runtime.load(self._libraries, wait_s=RETRY_MAX_S)
@@ -204,9 +244,11 @@ class Engine:
 
 
 def main(
-    arguments: list[str] | None = None, libraries: Callable[[Settings], Load] | None = None
+    arguments: list[str] | None = None,
+    libraries: Callable[[Settings], Load] | None = None,
+    zygote: str = "umad.serve.zygote",
 ) -> int:
-    """Run an engine; ``libraries`` stands in for the real ones."""
+    """Run an engine; ``libraries`` stands in for the real ones, ``zygote`` is run as one."""
     parser = argparse.ArgumentParser(prog="umad.serve.engine")
     parser.add_argument("--config", required=True)
     parser.add_argument("--fd", type=int, required=True, help="this end of the link")
@@ -220,13 +262,13 @@ def main(
     settings = check_config(read_config(flags.config), "the configuration")
     holds = {name: float(wait_s) for name, _, wait_s in (h.partition("=") for h in flags.hold)}
     chosen = libraries or _import_libraries
+    nursery = Nursery(flags.config, link_limits(settings), flags.log_format, zygote)
     # The loop must get the interpreter soon, among threads that run Python between two kernels.
     sys.setswitchinterval(0.001)
 
     async def serve() -> int:
-        return await Engine(settings, lambda: chosen(settings), holds).serve(
-            socket.socket(fileno=flags.fd)
-        )
+        engine = Engine(settings, lambda: chosen(settings), holds, nursery)
+        return await engine.serve(socket.socket(fileno=flags.fd))
 
     code = asyncio.run(serve())
     log.info("engine.ended", exit_code=code)
@@ -244,21 +286,9 @@ def _die_with(parent: int) -> bool:
 
 
 def _import_libraries(settings: Settings) -> Load:
-    """Import torch and what stands on it, divide the cores, and return the loader."""
-    import torch
-    import transformers  # noqa: F401  its bytes belong to the runtime, not to the first model
-
-    from umad.serve import loader
-
-    loader.quiet()
-    cores = len(os.sched_getaffinity(0))
-    workers = sum(model.instances for model in settings.models)
-    # Every worker thread has an OpenMP team of its own: together they must not outnumber the
-    # cores, or all of them wait for each other at every barrier.
-    threads = max(1, cores // max(1, workers))
-    torch.set_num_threads(threads)
-    log.info("engine.libraries", torch=torch.__version__, cores=cores, threads=threads)
-    return loader.load
+    load = bring()
+    share_cores(settings)
+    return load
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class Job:
     """One request's work.
 
     ``deadline_s`` is the monotonic time by which it must have begun; ``reply`` takes a result or
-    an error map and may be called from any thread.
+    an error map and may be called from any thread.  ``on_cancel`` is for work that is done
+    elsewhere: it is called, once or more, when a job at work is cancelled.
     """
 
     request: str
@@ -31,6 +32,7 @@ class Job:
     reply: Reply
     cancelled: bool = False
     answered: bool = False
+    on_cancel: Callable[[], None] | None = None
 
 
 class JobQueue:
@@ -77,11 +79,13 @@ class JobQueue:
         """Its client has left: a job that waits is dropped, one at work is told."""
         with self._changed:
             job = self._waiting.pop(request, None)
-            if job is None:
-                if (running := self._at_work.get(request)) is not None:
-                    running.cancelled = True
-                return
-        self.answer(job, error=gone())
+            running = self._at_work.get(request)
+            if running is not None:
+                running.cancelled = True
+        if job is not None:
+            self.answer(job, error=gone())
+        elif running is not None and running.on_cancel is not None:
+            running.on_cancel()
 
     def expire(self, request: str) -> None:
         """A job that still waits has waited too long."""
@@ -96,20 +100,41 @@ class JobQueue:
             self._changed.notify_all()
 
     @contextmanager
-    def served(self, why_ended: Callable[[], UmadError]) -> Iterator[None]:
-        """While one instance serves; the last one to end answers what still waits."""
-        with self._changed:
-            self._instances += 1
+    def served(self, why_ended: Callable[[], UmadError]) -> Iterator["Seat"]:
+        """While one instance serves; it may leave its seat before, in whatever it is stuck."""
+        seat = Seat(self, why_ended)
         try:
-            yield
+            yield seat
         finally:
-            with self._changed:
-                self._instances -= 1
-                left = [] if self._instances else list(self._waiting.values())
-                if left:
-                    self._waiting.clear()
-            for job in left:
-                self.answer(job, error=why_ended())
+            seat.leave()
+
+    def seat(self, more: int) -> list[Job]:
+        """Count an instance in or out; the jobs that nobody is left to run."""
+        with self._changed:
+            self._instances += more
+            left = [] if self._instances else list(self._waiting.values())
+            if left:
+                self._waiting.clear()
+        return left
+
+
+class Seat:
+    """An instance's place at its model's queue; the last one to leave answers what still waits."""
+
+    def __init__(self, queue: JobQueue, why_ended: Callable[[], UmadError]) -> None:
+        self._queue = queue
+        self._why_ended = why_ended
+        self._lock = threading.Lock()
+        self._taken = True
+        queue.seat(+1)
+
+    def leave(self) -> None:
+        """Leave it, once; from any thread."""
+        with self._lock:
+            taken, self._taken = self._taken, False
+        if taken:
+            for job in self._queue.seat(-1):
+                self._queue.answer(job, error=self._why_ended())
 
 
 def gone() -> WaitedTooLong:

@@ -33,6 +33,9 @@ def quiet() -> None:
     os.environ["HF_HUB_OFFLINE"] = os.environ["DIFFUSERS_OFFLINE"] = "1"
     # Set before diffusers reads it: importing it logs which processors lack torchvision.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
+
+    tqdm.monitor_interval = 0  # no thread that watches bars which nobody sees
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -48,7 +51,7 @@ def load(
     """Read a model from its folder.
 
     Args:
-        kind: one of config.MODEL_KINDS.
+        kind: one of settings.MODEL_KINDS.
         path: a folder as save_pretrained writes it.
         device: a torch device.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.

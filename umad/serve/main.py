@@ -33,9 +33,12 @@ DRAIN_S: Final = 5  # what is in work may still finish within this after SIGTERM
 def main(arguments: list[str] | None = None) -> int:
     """Run the front until SIGTERM or SIGINT; returns the exit code."""
     flags = _flags(arguments)
+    from umad.serve.supervisor import engine_environment  # structlog is not for --help
+
     try:
         text = read_config(flags.config)
         settings = check_config(text, flags.config)
+        environment = engine_environment(os.environ, settings.serve.guard)
     except ConfigError as error:
         print(error.message, file=sys.stderr)  # noqa: T201  for whoever started it
         return error.exit_code
@@ -52,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     from umad.serve import logs
 
     logs.configure(flags.log_format, "umad-serve")
-    asyncio.run(_serve(settings, listener, _kept(text), flags.log_format))
+    asyncio.run(_serve(settings, listener, _kept(text), environment, flags.log_format))
     return 0
 
 
@@ -106,7 +109,11 @@ def _kept(text: str) -> int:
 
 
 async def _serve(
-    settings: Settings, listener: socket.socket, config_fd: int, log_format: str
+    settings: Settings,
+    listener: socket.socket,
+    config_fd: int,
+    environment: dict[str, str],
+    log_format: str,
 ) -> None:
     import sdnotify
     import structlog
@@ -114,16 +121,14 @@ async def _serve(
 
     from umad.serve.app import create_app
     from umad.serve.link import EngineLink, ModelState
-    from umad.serve.supervisor import Supervisor, engine_command, engine_environment
+    from umad.serve.supervisor import Supervisor, engine_command
 
     log = structlog.get_logger()
     host, port = listener.getsockname()[:2]
     log.info("serve.listening", host=host, port=port, models=[m.name for m in settings.models])
     notifier = sdnotify.SystemdNotifier()
     link = EngineLink(settings)
-    supervisor = Supervisor(
-        link, engine_command(config_fd, log_format), engine_environment(os.environ), (config_fd,)
-    )
+    supervisor = Supervisor(link, engine_command(config_fd, log_format), environment, (config_fd,))
 
     def tell_status() -> None:
         ready, models = link.ready()

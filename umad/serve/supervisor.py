@@ -17,6 +17,9 @@ from typing import Final
 
 import structlog
 
+from umad.errors import ConfigError
+from umad.guard.account import GUARD_OFF
+from umad.guard.preload import launch_environment
 from umad.serve.link import EngineLink, ModelState
 
 BACKOFF_MIN_S: Final = 0.2
@@ -40,18 +43,25 @@ _FIXED: Final = {
 log = structlog.get_logger()
 
 
-def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The engine's environment.
+def engine_environment(own: Mapping[str, str], guard: str) -> dict[str, str]:
+    """The engine's environment, with the guard preloaded where it can be.
 
     Args:
         own: the front's; what systemd means for the front alone is left out.
+        guard: the setting: "auto", "required" or "off".
+
+    Raises:
+        ConfigError: the guard is required and cannot be had; the message says why.
     """
     kept = {
         key: value
         for key, value in own.items()
         if key != "NOTIFY_SOCKET" and not key.startswith(("WATCHDOG_", "LISTEN_"))
     }
-    return {**_DEFAULTS, **kept, **_FIXED}
+    added, why = ({}, 'serve.guard is "off"') if guard == "off" else launch_environment(kept)
+    if why and guard == "required":
+        raise ConfigError(f'serve.guard is "required", but {why}')
+    return {**_DEFAULTS, **kept, **_FIXED, **added, GUARD_OFF: why}
 
 
 class Supervisor:
@@ -105,7 +115,9 @@ class Supervisor:
 
     def note_state(self, model: str, state: ModelState) -> None:
         """Remember a model that was revoked: the engine may not live to hold it back itself."""
-        if state.error and state.error.get("code") == "worker_revoked":
+        revoked = state.error is not None and state.error.get("code") == "worker_revoked"
+        # Told twice: when it is revoked, and with a wait when its thread has ended.
+        if revoked and state.retry_after_s is None:
             self._offences[model] = self._offences.get(model, 0) + 1
             self._held.discard(model)
             log.warning("model.revoked", model=model, offences=self._offences[model])

@@ -8,7 +8,6 @@ Owns ``ModelThread`` and what a model's own exceptions become.  Rules:
 Stays out: the link, the daemon's protocol, what a model is.
 """
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,41 +17,30 @@ from typing import Any, Final, Protocol
 import structlog
 
 from umad.client.blocking import Client
-from umad.client.memory import forget_frames, give_back
+from umad.client.memory import forget_frames, give_back, is_out_of_memory
 from umad.client.worker import Worker
-from umad.config import ModelSettings
 from umad.errors import (
-    DaemonUnavailable,
-    MemoryUnknown,
     ModelFailed,
-    ModelLoading,
-    Overloaded,
-    QuotaDenied,
     QuotaExceeded,
-    Recovering,
     UmadError,
-    WaitedTooLong,
     WorkerRevoked,
 )
-from umad.serve.jobs import Job, JobQueue, gone, waited
+from umad.serve.instance import Instance, stopped
+from umad.serve.jobs import Job, JobQueue, Seat, gone, waited
 from umad.serve.kinds.base import Runner
-from umad.serve.link import ModelState
+from umad.serve.link import ModelState, pack_vector
 from umad.serve.logs import place_of
+from umad.settings import ModelSettings
+from umad.units import MIB, format_bytes
 
 LOAD_WAIT_S: Final = 10.0
-# (first, longest) wait between two loads: for room that may come, and for a fault that somebody
-# must mend while each attempt holds the load mutex and reads gigabytes.
-BACKOFF_WAITING_S: Final = (1.0, 60.0)
-BACKOFF_FAILED_S: Final = (2.0, 300.0)
-# Refusals that only mean "not now"; any other is a fault that somebody must mend.
-_NOT_NOW: Final = (
-    DaemonUnavailable,
-    MemoryUnknown,
-    Overloaded,
-    QuotaDenied,
-    Recovering,
-    WaitedTooLong,
-)
+# What a model may keep of a request that passed its quota before it is loaded afresh: caches and
+# libraries' buffers are no leak.
+GROWN_MAX_BYTES: Final = 16 * MIB
+GROWN_MAX_RATIO: Final = 0.05
+# A revoked thread that is where it was after this does not come back soon.
+STUCK_AFTER_S: Final = 5.0
+STUCK_BUSY_RATIO: Final = 0.5
 log = structlog.get_logger()
 
 
@@ -72,7 +60,7 @@ class Load(Protocol):
         ...
 
 
-class ModelThread(threading.Thread):
+class ModelThread(Instance):
     """Keeps one instance of a model loaded and serving, for as long as the engine runs.
 
     Args:
@@ -84,6 +72,7 @@ class ModelThread(threading.Thread):
         report: told every change of state; called from several threads.
         poisoned: called when a device fault has left the whole process unusable.
         hold_s: wait this long before the first load (the model was revoked just before).
+        stuck: called when the revoked thread has not come back: another must take its place.
     """
 
     def __init__(
@@ -96,22 +85,19 @@ class ModelThread(threading.Thread):
         report: Callable[[str, int, ModelState], None],
         poisoned: Callable[[], None],
         hold_s: float = 0.0,
+        stuck: Callable[["ModelThread"], None] = lambda _: None,
     ) -> None:
-        # A daemon thread: a forward that never ends must not keep the process from ending.
-        super().__init__(name=f"{model.name}/{instance}", daemon=True)
+        super().__init__(model, instance, report, hold_s)
         self._client = client
-        self._model = model
-        self._instance = instance
         self._queue = queue
         self._load = load
-        self._report_to = report
         self._poisoned = poisoned
-        self._hold_s = hold_s
-        self._stopping = threading.Event()
+        self._stuck = stuck
         self._revoked: WorkerRevoked | None = None
         self._job: Job | None = None
-        self._failures = 0
-        self.settled = threading.Event()  # the first load has ended, well or not
+        self._seat: Seat | None = None
+        self._passed_quota = False
+        self._runs_in = 0
 
     def stop(self) -> None:
         """Have the thread unload and end, after the job at work."""
@@ -120,38 +106,10 @@ class ModelThread(threading.Thread):
             self._job.cancelled = True
         self._queue.wake()
 
-    def run(self) -> None:
-        """The thread's life."""
-        if self._hold_s:
-            self._say("waiting", _held(self._model.name), self._hold_s)
-            self.settled.set()
-            self._stopping.wait(self._hold_s)
-        while not self._stopping.is_set():
-            error = self._live()
-            self.settled.set()
-            if self._stopping.is_set():
-                return
-            not_now = isinstance(error, _NOT_NOW)
-            state = "waiting" if not_now else "failed"
-            first_s, longest_s = BACKOFF_WAITING_S if not_now else BACKOFF_FAILED_S
-            # The exponent is bounded too: a model may fail for days.
-            wait_s = min(first_s * 2 ** min(self._failures, 10), longest_s)
-            wait_s = max(wait_s, error.retry_after_s or 0)
-            self._failures += 1
-            self._say(state, error, wait_s)
-            log.warning(
-                "model." + state,
-                model=self.name,
-                code=error.code,
-                reason=error.message,
-                retry_in_s=round(wait_s, 1),
-            )
-            self._stopping.wait(wait_s)
-
     def _live(self) -> UmadError:
         """Register, load, serve, unload; returns why that ended."""
         model = self._model
-        self._revoked = None
+        self._revoked, self._runs_in = None, threading.get_ident()
         self._say("waiting")
         try:
             with self._client.worker(
@@ -169,7 +127,7 @@ class ModelThread(threading.Thread):
             return self._revoked or error
         finally:
             give_back()
-        return self._revoked or _stopped()
+        return self._revoked or stopped()
 
     def _load_and_serve(self, worker: Worker) -> None:
         model = self._model
@@ -209,7 +167,7 @@ class ModelThread(threading.Thread):
             worker.unload()
 
     def _serve(self, worker: Worker, loaded: "_Loaded") -> None:
-        with self._queue.served(lambda: self._revoked or _stopped()):
+        with self._queue.served(lambda: self._revoked or stopped()) as self._seat:
             resident = loaded.runner.resident_bytes
             self._report(ModelState("ready", "serving", 1.0, resident))
             self.settled.set()
@@ -217,6 +175,12 @@ class ModelThread(threading.Thread):
                 self._job = job
                 self._work(worker, loaded.runner, job)
                 self._job = None
+                grown = worker.grown_bytes if self._passed_quota else 0
+                if grown > max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO)):
+                    raise QuotaExceeded(
+                        f"{self._model.name} keeps {format_bytes(grown)} after a request that "
+                        "passed its quota; it is loaded afresh"
+                    )
 
     def _ended(self) -> bool:
         return self._revoked is not None or self._stopping.is_set()
@@ -227,7 +191,8 @@ class ModelThread(threading.Thread):
         except UmadError as error:
             self._queue.answer(job, error=error)
             if isinstance(error, QuotaExceeded | ModelFailed):
-                gc.collect()  # what the failed run held in cycles, before the next one begins
+                give_back(worker.account)  # what the failed run held, before the next one begins
+                self._passed_quota = isinstance(error, QuotaExceeded)
             if isinstance(error, _Poisoned):
                 self._poisoned()
         else:
@@ -247,6 +212,8 @@ class ModelThread(threading.Thread):
             with _translated(self.name, "job"):
                 result = runner.run(job.data, lambda: job.cancelled).data
         self._check(job)  # a run that was cut short ends like any other
+        if "vectors" in result:
+            return {**result, "vectors": [pack_vector(one) for one in result["vectors"]]}
         return result
 
     def _check(self, job: Job) -> None:
@@ -254,7 +221,7 @@ class ModelThread(threading.Thread):
         if self._revoked is not None:
             raise self._revoked
         if self._stopping.is_set():
-            raise _stopped()
+            raise stopped()
         if job.cancelled:
             raise gone()
 
@@ -271,15 +238,34 @@ class ModelThread(threading.Thread):
             job.cancelled = True
             self._queue.answer(job, error=revoked)
         self._queue.wake()
+        if self._seat is not None:
+            self._seat.leave()  # who waits for this model hears of it now
+        check = threading.Timer(STUCK_AFTER_S, self._find_stuck, (job, self._cpu_s()))
+        check.daemon = True
+        check.start()
 
-    def _say(
-        self, state: str, error: UmadError | None = None, retry_after_s: float | None = None
-    ) -> None:
-        told = None if error is None else error.to_wire()
-        self._report(ModelState(state, error=told, retry_after_s=retry_after_s))
+    def _find_stuck(self, job: Job | None, cpu_s: float) -> None:
+        """Some time after a revoke: a thread that is still in the same place is given up.
 
-    def _report(self, state: ModelState) -> None:
-        self._report_to(self._model.name, self._instance, state)
+        Its memory is back and it is fenced, so it may sleep as long as it likes; one that burns
+        a core costs the whole process, since nothing else ends a thread.
+        """
+        if self._revoked is None or job is None or self._job is not job:
+            return
+        self._stopping.set()  # should it ever come back, it only ends
+        busy = (self._cpu_s() - cpu_s) / STUCK_AFTER_S
+        log.error("model.stuck", model=self.name, cpu_share=round(busy, 2))
+        if busy > STUCK_BUSY_RATIO:
+            self._poisoned()
+        else:
+            self._stuck(self)
+
+    def _cpu_s(self) -> float:
+        """CPU time of this thread so far; 0 once it has ended."""
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(self._runs_in))
+        except OSError:
+            return 0.0
 
 
 class _Loaded:
@@ -318,23 +304,8 @@ def _translated(worker: str, during: str) -> Iterator[None]:
 
 
 def _translate(error: Exception, kind: str, text: str) -> UmadError:
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return QuotaExceeded("the model needed more memory than it was given", retry_after_s=5)
     if kind == "AcceleratorError":  # torch's, for a device that failed under it
         return _Poisoned("the device failed; the inference process starts again")
     return ModelFailed(f"the model failed with {kind}{': ' if text else ''}{text}")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    texts = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-
-
-def _stopped() -> ModelLoading:
-    return ModelLoading("the inference process is stopping", retry_after_s=5)
-
-
-def _held(model: str) -> WorkerRevoked:
-    return WorkerRevoked(f"{model} broke its quota; it is loaded again after a wait")

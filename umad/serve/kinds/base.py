@@ -34,7 +34,7 @@ class Result:
 class Runner(Protocol):
     """One loaded model.
 
-    ``kind`` is one of config.MODEL_KINDS; ``resident_bytes`` is what its parameters and buffers
+    ``kind`` is one of settings.MODEL_KINDS; ``resident_bytes`` is what its parameters and buffers
     take, each storage once.
     """
 
