@@ -7,6 +7,7 @@ end says what the neighbour computed meanwhile and what became of the victim's t
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -67,6 +68,18 @@ def from_pretrained() -> None:
             LlamaForCausalLM.from_pretrained(folder)
 
 
+def pinned() -> None:
+    """Its weights are locked in memory, as pinned buffers are."""
+    weights = kept[0].weights
+    locked = ctypes.CDLL(None).mlock(
+        ctypes.c_void_p(weights.data_ptr()), ctypes.c_size_t(weights.nbytes)
+    )
+    if locked != 0:
+        raise OSError("mlock is not allowed here")
+    threading.Event().wait(60)
+
+
+kept: list[Hoard] = []
 MODES: dict[str, Callable[[], None]] = {
     "matmul": matmul,
     "sleep": lambda: threading.Event().wait(60) and None,
@@ -75,6 +88,7 @@ MODES: dict[str, Callable[[], None]] = {
     "lock": lock,
     "loop": loop,
     "from_pretrained": from_pretrained,
+    "pinned": pinned,
 }
 
 
@@ -99,6 +113,7 @@ def main(socket: str, mode: str, size: int) -> None:
 
     worker = client.worker("victim", quota=(size + 600) * MIB)
     hoard = worker.load(lambda: Hoard(size * MIB))
+    kept.append(hoard)
     ended: list[str] = []
     busy = threading.Event()
 

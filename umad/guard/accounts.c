@@ -166,11 +166,19 @@ void trim_warm(struct account *account, struct pool *first, uint64_t keep) {
     errno = saved;
 }
 
+/* Whoever locked the pages of a block (pinned buffers do) has given the block up, or is fenced:
+ * the lock ends with it, or the pages would stay for ever. */
+bool drop_pages(char *from, size_t bytes) {
+    if (madvise(from, bytes, MADV_DONTNEED) == 0)
+        return true;
+    munlock(from, bytes);
+    return madvise(from, bytes, MADV_DONTNEED) == 0;
+}
+
 void give_pages(char *from, size_t bytes) {
     int saved = errno;
-    /* Locked pages cannot be given back; they must read as zeros all the same. */
-    if (madvise(from, bytes, MADV_DONTNEED) != 0)
-        memset(from, 0, bytes);
+    if (!drop_pages(from, bytes))
+        memset(from, 0, bytes); /* it must read as zeros all the same */
     errno = saved;
 }
 

@@ -178,7 +178,8 @@ bool permitted(struct account *account, uint32_t sequence);
 void warm_add(struct account *account, int64_t bytes);
 void trim_warm(struct account *account, struct pool *first, uint64_t keep);
 void refuse(struct account *account, size_t size);
-void give_pages(char *from, size_t bytes); /* zeroes them too */
+void give_pages(char *from, size_t bytes);
+bool drop_pages(char *from, size_t bytes); /* zeroes them too */
 _Noreturn void broken(const char *what, const void *block);
 
 int reserve_ranges(void); /* 0 or a negative errno; once for a process and its forks */

@@ -33,7 +33,7 @@
 static void sweep_bytes(char *base, size_t bytes, struct umad_account *line) {
     for (size_t done = 0; done < bytes && LOAD(line->state) >= UMAD_CLOSED; done += CHUNK) {
         size_t left = bytes - done;
-        madvise(base + done, left < CHUNK ? left : CHUNK, MADV_DONTNEED);
+        drop_pages(base + done, left < CHUNK ? left : CHUNK);
     }
 }
 
