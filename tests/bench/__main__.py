@@ -6,7 +6,17 @@ python -m tests.bench [KEY...]
 import importlib
 import sys
 
-KEYS = ("rpc", "revoke", "daemon_cost", "load", "refuse", "return", "unload", "guard_cost", "isolation")
+KEYS = (
+    "rpc",
+    "revoke",
+    "daemon_cost",
+    "load",
+    "refuse",
+    "return",
+    "unload",
+    "guard_cost",
+    "isolation",
+)
 
 
 def main() -> int:

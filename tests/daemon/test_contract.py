@@ -120,7 +120,7 @@ def test_leases_that_are_dropped_come_back_and_are_counted(daemon: Daemon) -> No
 
     with daemon.client() as client, client.worker("llama", quota="64MiB") as worker:
         for _ in range(1000):
-            worker.admit(MIB // 4)
+            worker.admit(MIB)
         gc.collect()
         state = eventually(
             lambda: (

@@ -61,7 +61,7 @@ def test_what_is_no_stale_socket_is_not_touched(folder: Path, kind: str) -> None
 
 
 def test_of_twenty_that_start_together_one_wins(folder: Path) -> None:
-    daemons = [Daemon(folder) for _ in range(8)]  # 20 interpreters at once say no more than 8
+    daemons = [Daemon(folder) for _ in range(20)]
     Path(folder / "umad.sock").unlink(missing_ok=True)
     for daemon in daemons:
         daemon.spawn()

@@ -47,8 +47,8 @@ def test_no_byte_over_the_limit_in_10000_tries(programs: Path, threads: int) -> 
 
 
 def test_random_load_leaves_nothing_behind(programs: Path) -> None:
-    """20 s; UMAD_GUARD_STRESS_S=3600 for the hour."""
-    seconds = float(os.environ.get("UMAD_GUARD_STRESS_S", "20"))
+    """10 s; UMAD_GUARD_STRESS_S=3600 for the hour."""
+    seconds = float(os.environ.get("UMAD_GUARD_STRESS_S", "10"))
     done = guarded.native(
         programs / "stress", programs / "libc10.so", 4, seconds, 1, timeout_s=seconds + 60
     )

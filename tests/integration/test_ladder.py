@@ -63,7 +63,7 @@ def test_the_bytes_are_back_whatever_the_thread_does(folder: Path, mode: str) ->
     assert told["wrong"] == 0
     assert int(str(told["rounds"])) > 50
     if mode == "loop":
-        assert told["ended"] == ["Stopped"], "the courtesy reaches Python code"
+        assert told["ended"] == ["WorkerRevoked"], "the courtesy reaches Python code"
 
 
 def test_without_the_guard_the_process_is_killed(folder: Path) -> None:

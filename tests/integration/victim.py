@@ -130,7 +130,9 @@ def main(socket: str, mode: str, size: int) -> None:
     neighbour_thread.start()
     busy.wait()
     threading.Event().wait(0.5)  # let it get into its mode
-    client.call("set_quota", {"worker": worker.id, "quota": MIB})
+    # Far below what it holds, and above the scratch memory of a matmul: what is no tensor is
+    # never taken by force, and would cost the process.
+    client.call("set_quota", {"worker": worker.id, "quota": 64 * MIB})
     worker.revoked.wait(10)
     threading.Event().wait(0.5)
     stopping.set()

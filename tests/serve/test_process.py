@@ -207,8 +207,13 @@ def test_a_child_that_dies_takes_its_own_job_only(tmp_path, daemon):
             with pytest.raises(UmadError) as refused:
                 engine.link.check("alone")
             assert refused.value.http_status == 503
-            reaped = events(engine, "zygote.reaped")
-            assert [one["status"] for one in reaped if one["pid"] == before] == [-9]
+
+            def reaped() -> list[int]:
+                told = events(engine, "zygote.reaped")
+                return [one["status"] for one in told if one["pid"] == before]
+
+            await until(lambda: bool(reaped()))
+            assert reaped() == [-9]
             for name, task in neighbours.items():
                 (tmp_path / name / "release").touch()
                 assert (await task)["text"] == "wait"
