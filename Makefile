@@ -9,7 +9,7 @@ SOURCES := umad tests packaging
 .PHONY: help setup fix check test test-all test-gpu bench run package clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /' | column -t -s- -l 2
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "%-10s %s\n", $$1, $$2 }'
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is missing: apt-get install python3"; exit 1; }

@@ -54,17 +54,27 @@ def main(argv: list[str] | None = None) -> int:
             memory = replace(settings.memory, root=str(Path(arguments.root).absolute()))
             settings = replace(settings, memory=memory)
         if arguments.check_config:
-            sys.stdout.write(f"{options.config}: {len(settings.models)} models, no problem\n")
+            there = "" if options.config.exists() else " (there is no such file: the defaults)"
+            count = len(settings.models)
+            sys.stdout.write(f"{options.config}{there}: {count} models, no problem\n")
             return 0
         warnings = preflight(settings, permissive=options.permissive)
         if arguments.preflight:
             sys.stdout.write("\n\n".join(warnings) + "\n" if warnings else "nothing to mend\n")
             return 0
         if arguments.command == "up":
-            return up.run(options.config, settings, strict=arguments.strict, root=arguments.root)
+            return up.run(options.config, settings, _for_daemon(arguments, options))
         return asyncio.run(_serve(settings, options, warnings))
     except UmadError as error:
         return logs.exit_with(error.exit_code, f"umad: {error.message}")
+
+
+def _for_daemon(arguments: argparse.Namespace, options: Options) -> list[str]:
+    """The flags of 'umad up' that are the daemon's."""
+    flags = [f"--log-format={options.log_format}"]
+    flags += ["--permissive"] if options.permissive else []
+    flags += ["--dry-run"] if options.dry_run else []
+    return flags + ([f"--root={arguments.root}"] if arguments.root else [])
 
 
 def load_settings(options: Options) -> Settings:

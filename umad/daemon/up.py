@@ -26,16 +26,14 @@ DAEMON_NICE: Final = -10
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def run(config: Path, settings: Settings, *, strict: bool, root: str | None) -> int:
+def run(config: Path, settings: Settings, daemon_flags: list[str]) -> int:
     """Run both until Ctrl-C or SIGTERM; returns the exit code."""
-    return asyncio.run(_run(config, settings, strict=strict, root=root))
+    return asyncio.run(_run(config, settings, daemon_flags))
 
 
-async def _run(config: Path, settings: Settings, *, strict: bool, root: str | None) -> int:
+async def _run(config: Path, settings: Settings, daemon_flags: list[str]) -> int:
     module = [sys.executable, "-m"]
-    daemon = [*module, "umad.daemon.main", "--config", str(config)]
-    daemon += [] if strict else ["--permissive"]
-    daemon += ["--root", root] if root else []
+    daemon = [*module, "umad.daemon.main", "--config", str(config), *daemon_flags]
     serve = [*module, "umad.serve.main", "--config", str(config)]
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
