@@ -254,7 +254,7 @@ class Daemon:
     def _send(self, channel: Channel, action: Reply | Refuse | Notify) -> None:
         match action:
             case Reply(_, request, result, page):
-                fd = None if page is None else self._pages.page(page).fd
+                fd = None if page is None else self._pages.fd(page)
                 channel.respond(request, self._completed(result), fd=fd)
             case Refuse(_, request, error):
                 channel.respond(request, error=error.to_wire())
@@ -264,7 +264,8 @@ class Daemon:
     def _perform_on_page(self, action: OpenAccount | SetLimit | CloseAccount) -> None:
         match action:
             case OpenAccount(identity, slot, limit, again):
-                self._pages.open(identity, slot, limit, again=again)
+                if why := self._pages.open(identity, slot, limit, again=again):
+                    self._happened("account_failed", "warning", pid=identity.pid, why=why)
             case SetLimit(identity, slot, limit):
                 self._pages.set_limit(identity, slot, limit)
             case CloseAccount(identity, slot):

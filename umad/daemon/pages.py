@@ -7,6 +7,7 @@ figure that cannot be true is not passed on, and the worker is judged by its pro
 from collections.abc import Iterator
 
 from umad.core.state import Member
+from umad.errors import ProbeError
 from umad.guard.page import AccountPage, AccountState
 from umad.values import AccountFigures, Identity
 
@@ -29,24 +30,30 @@ class Pages:
             page.adopt(self._generation)
             self._pages[identity] = page
 
-    def page(self, identity: Identity) -> AccountPage:
-        """The process's page, made where it has none.
+    def fd(self, identity: Identity) -> int | None:
+        """The descriptor of the process's page, to be sent to it."""
+        page = self._pages.get(identity)
+        return None if page is None else page.fd
 
-        Raises:
-            ProbeError: the kernel gave no memfd.
+    def open(self, identity: Identity, slot: int, limit: int, *, again: bool) -> str:
+        """Give an account to a worker; ``again`` where its threads are in it already.
+
+        Returns:
+            Why it could not be done, or nothing: out of descriptors, or a page whose process
+            writes what it must not.  The worker is then judged by its process.
         """
-        if identity not in self._pages:
-            self._pages[identity] = AccountPage.create(self._generation)
-        return self._pages[identity]
-
-    def open(self, identity: Identity, slot: int, limit: int, *, again: bool) -> None:
-        """Give an account to a worker; ``again`` where its threads are in it already."""
-        page = self.page(identity)
-        if again and page.read(slot).state == AccountState.OPEN:
-            page.set_limit(slot, limit)
-            return
-        page.free(slot)
-        page.open(slot, limit)
+        try:
+            if identity not in self._pages:
+                self._pages[identity] = AccountPage.create(self._generation)
+            page = self._pages[identity]
+            if again and page.read(slot).state == AccountState.OPEN:
+                page.set_limit(slot, limit)
+            else:
+                page.free(slot)
+                page.open(slot, limit)
+        except (ProbeError, ValueError) as error:
+            return str(error)
+        return ""
 
     def set_limit(self, identity: Identity, slot: int, limit: int) -> None:
         """Change what the guard hands out."""
