@@ -170,6 +170,15 @@ def test_after_a_restart_a_worker_keeps_its_slot(drive: Drive) -> None:
     assert drive.call(7, "register", model="d", quota=MB, guard=True, account=5)["account"] == 1
 
 
+def test_a_worker_that_was_cut_off_for_a_moment_keeps_its_account(drive: Drive) -> None:
+    drive.loaded(7, "a", 300 * MB, guard=True)
+    drive.engine.disconnected(7, drive.now_s)
+    drive.connect(7, connection=70)
+    again = drive.call(70, "register", model="a", quota=300 * MB, guard=True, account=0, held=MB)
+    assert again["account"] == 0
+    assert of(drive.last, OpenAccount) == []
+
+
 def test_without_a_free_slot_a_worker_is_judged_by_its_process(
     drive: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -410,3 +410,6 @@ def test_before_the_first_look_nothing_is_granted() -> None:
     worker = drive.call(7, "register", model="llama", quota=MB)["worker"]
     assert drive.refused(7, "reserve", worker=worker).code == "memory_unknown"
     assert drive.call(7, "status")["pools"] == []
+    # Who comes back from before a restart is asked to try again: there is no pool to book in.
+    error = drive.refused(7, "register", model="old", quota=MB, held=MB)
+    assert (error.code, error.retryable) == ("memory_unknown", True)

@@ -22,6 +22,7 @@ from umad.errors import (
     AccessDenied,
     InvalidParams,
     LeaseNotFound,
+    MemoryUnknown,
     NameTaken,
     NeverFits,
     Overloaded,
@@ -70,6 +71,8 @@ def register(state: State, call: Call) -> Iterator[Action]:
     if len(client.workers) >= WORKERS_PER_CONNECTION_MAX:
         raise Overloaded(f"one connection may register {WORKERS_PER_CONNECTION_MAX} workers")
     _check_fits(state, pool, peak)
+    if "held" in params and not state.ledger.pools:
+        raise MemoryUnknown("memory has not been read yet; register again", retry_after_s=0.5)
     old = _find(state, params["model"], instance)
     identity = client.peer.identity
     if old is not None and old.worker.identity == identity and old.client is None:
@@ -226,6 +229,8 @@ def _rejoin(state: State, call: Call, member: Member) -> Iterator[Action]:
         "generation": state.generation,
         "baseline": state.processes[member.worker.identity].baseline,
     }
+    if member.worker.account is not None:
+        answer["account"] = member.worker.account  # its process has the page
     held = [
         lease
         for lease in state.ledger.of_worker(member.worker.id)
