@@ -417,8 +417,7 @@ class Client:
             with self._lock:
                 for worker in self._workers:
                     if worker.is_bound_to(link, note.params.get("worker")):
-                        worker.revoked.set()
-                        worker.interrupt()
+                        worker.revoke(note.params)
         self._mailbox.put((link, note))
 
     def _on_late(self, link: Link, method: str, params: Mapping[str, Any], result: Any) -> None:

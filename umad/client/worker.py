@@ -91,6 +91,7 @@ class Worker:
         model, instance = self._registration["model"], self._registration["instance"]
         self.name: str = f"{model}/{instance}" if instance else model
         self.revoked = threading.Event()
+        self._told: Mapping[str, Any] = {}
         self.on_revoke = on_revoke
 
     @property
@@ -383,10 +384,21 @@ class Worker:
                 return
         hold.mailbox.put(Ended(hold, leaked=False))
 
+    def revoke(self, told: Mapping[str, Any]) -> None:
+        """The daemon has told this worker to stop, and why."""
+        self._told = told
+        self.revoked.set()
+        self.interrupt()
+
     def check_revoked(self) -> None:
-        """Raise ``WorkerRevoked`` when the daemon has told the worker to stop."""
+        """Raise ``WorkerRevoked`` once the daemon has told this worker to stop."""
         if self.revoked.is_set():
-            raise WorkerRevoked(f"worker {self.name} broke its quota and was told to stop")
+            told = self._told
+            raise WorkerRevoked(
+                f"worker {self.name} was told to stop: {told.get('reason', 'no reason given')}",
+                retry_after_s=5,
+                details={key: told[key] for key in ("quota", "measured", "source") if key in told},
+            )
 
     def _bound(self, patience_s: float = _PATIENCE_S) -> Binding | None:
         """The binding over a live connection; None: there is no daemon and that is allowed."""
