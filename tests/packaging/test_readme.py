@@ -50,7 +50,9 @@ def test_every_command_runs(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         for command in commands()[1:3]:
             words = command.replace("PATH", str(daemon.socket)).split()
-            subprocess.run([BIN / Path(words[0]).name, *words[1:]], cwd=ROOT, check=True, timeout=30)
+            subprocess.run(
+                [BIN / Path(words[0]).name, *words[1:]], cwd=ROOT, check=True, timeout=30
+            )
     subprocess.run([BIN / "umad", "up", "--help"], check=True, timeout=30)
 
 
