@@ -88,18 +88,99 @@ class PoolReading:
 
 
 @dataclass(frozen=True, slots=True)
+class Kin:
+    """What is known of a registered process's family: its user, and who was found so far.
+
+    ``uid`` is None where it could not be read.
+    """
+
+    uid: int | None
+    members: frozenset[Identity] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessReading:
     """The physical bytes of one process: ``bytes`` is host plus GPU pages, each page once.
 
-    ``shmem_bytes`` is the part of ``host_bytes`` that other processes may map too.
+    Where it has a family, theirs are in it, and ``alive`` means any of them.  ``shmem_bytes`` is
+    the part of ``host_bytes`` that other processes may map too.  ``gpu`` says which pools the GPU
+    pages are in; pages of system DRAM that no GPU pool describes are in ``"system"``.
     """
 
     identity: Identity
     alive: bool
     bytes: Reading
     host_bytes: int = 0
-    gpu_bytes: int = 0
+    gpu: tuple[tuple[str, int], ...] = ()
     shmem_bytes: int = 0
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The GPU pages of all pools, in bytes."""
+        return sum(size for _, size in self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """What the kernel keeps back in one zone, in bytes.
+
+    Below ``low`` it reclaims, below ``min`` only it allocates; ``protection`` is kept, on top,
+    from requests that a higher zone could serve.  ``managed`` is the size of the zone.
+    """
+
+    min: int
+    low: int
+    high: int
+    protection: int
+    managed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """The free memory of one zone of one NUMA node.
+
+    ``free_blocks`` counts free blocks by order, the smallest (one page) first; ``marks`` is None
+    where the watermarks are not known.
+    """
+
+    node: int
+    name: str
+    free_blocks: tuple[int, ...]
+    marks: Watermarks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Zones:
+    """How the machine's free memory lies; read every few seconds, not at every look.
+
+    ``zones`` is empty where that is not known, ``problem`` says why.  ``counters`` are those of
+    /proc/vmstat that tell of reclaim and compaction, since boot: one that this kernel lacks is
+    missing, None: they cannot be read.  ``anomalies`` are what exists and cannot be believed.
+    """
+
+    taken_s: float
+    page_bytes: int
+    zones: tuple[Zone, ...] = ()
+    problem: str = ""
+    counters: Mapping[str, int] | None = field(default_factory=dict)
+    anomalies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How the memory lies that a process's device allocator has reserved, in bytes.
+
+    ``allocated`` is what programs asked for, ``internal_free`` what rounding added to it,
+    ``external_free`` free blocks of any size; of these ``blocks_free`` are in blocks of at least
+    4 MiB, the largest of which has ``largest_free``.  A process reports it, and it may lie.
+    """
+
+    reserved: int
+    allocated: int
+    internal_free: int
+    external_free: int
+    blocks_free: int
+    largest_free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +189,7 @@ class Snapshot:
 
     ``taken_s`` is the moment the first file was read, ``duration_s`` how long the look took.
     ``anomalies`` are readings that contradict themselves (used above total), one text each.
+    ``zones`` may be some seconds older, and is None where nobody reads them.
     """
 
     taken_s: float
@@ -116,6 +198,7 @@ class Snapshot:
     processes: Mapping[Identity, ProcessReading]
     anomalies: tuple[str, ...] = ()
     info: Mapping[str, int | str] = field(default_factory=dict)
+    zones: Zones | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +221,35 @@ class AccountFigures:
     def held(self) -> int:
         """Bytes of the account that are still in memory."""
         return max(0, self.used - self.returned)
+
+
+@dataclass(frozen=True, slots=True)
+class PageFigures:
+    """What a process's account page says when the daemon finds it after a restart.
+
+    ``limits`` are the bytes that each open account may hold, by slot; ``fenced`` the slots of
+    closed ones; ``used`` what all open ones are charged now, in bytes.
+    """
+
+    limits: Mapping[int, int]
+    fenced: frozenset[int]
+    used: int
+
+
+HISTORY_SAMPLES_MAX: Final = 256
+HISTORY_MODELS_MAX: Final = 64
+HISTORY_STOPS_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHistory:
+    """What is kept of a model: of which shape it is, and its forwards, oldest first.
+
+    A row is (tokens, rows, bytes, predicted, exact); see ``core.cost.Sample``.
+    """
+
+    shape: str
+    rows: tuple[tuple[int, int, int, int, bool], ...]
 
 
 class LeaseKind(StrEnum):

@@ -1,97 +1,21 @@
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
-from umad.host.drm import DrmClient, bill, parse_fdinfo
-from umad.host.gpu import KfdLimits, kfd_system_max, parse_kfd_limits
+from tests.data.machine_tree import NAMES
+from tests.host.gpu_trees import fdinfo, write_process
+from umad.host.debugfs import DebugFile, debug_path
+from umad.host.procs import process_identity
 from umad.units import GIB, MIB
-from umad.values import Figure, Identity
+from umad.values import Figure
 
 STRIX = "strix-halo-128g"
 DEVICE = "sys/class/drm/card1/device"
-C3 = "0000:c3:00.0"
+C5 = "0000:c5:00.0"
 
 
-def fdinfo(*lines: str, client: str | None = "17", pdev: str = C3) -> bytes:
-    head = ["pos:\t0", "drm-driver:\tamdgpu", f"drm-pdev:\t{pdev}"]
-    if client is not None:
-        head.append(f"drm-client-id:\t{client}")
-    return "\n".join([*head, *lines, ""]).encode()
-
-
-def write_process(root: Path, pid: int, start_ticks: int, files: dict[int, bytes]) -> Identity:
-    folder = root / f"proc/{pid}"
-    for part in ("fd", "fdinfo"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    (folder / "stat").write_text(f"{pid} (w) S" + " 0" * 18 + f" {start_ticks} 0 0\n")
-    (folder / "status").write_text("Name:\tw\nState:\tS (s)\nRssAnon:\t4 kB\nRssShmem:\t0 kB\n")
-    for fd, data in files.items():
-        (folder / f"fd/{fd}").symlink_to("/dev/dri/renderD128")
-        (folder / f"fdinfo/{fd}").write_bytes(data)
-    return Identity(pid, start_ticks)
-
-
-@pytest.mark.parametrize(
-    ("line", "size"),
-    [
-        ("drm-memory-gtt: 21504000 KiB", 22020096000),
-        ("drm-memory-gtt:\t4096", 4096),
-        ("drm-resident-gtt:  24 MiB", 25165824),
-        ("drm-resident-vram:\t0", 0),
-    ],
-)
-def test_units_of_fdinfo(line, size):
-    assert parse_fdinfo(fdinfo(line)) == DrmClient(C3, "17", size)
-
-
-def test_resident_stands_above_memory_and_is_never_added_to_it():
-    data = fdinfo("drm-memory-gtt: 9 MiB", "drm-resident-gtt: 2 MiB", "drm-memory-vram: 5 MiB")
-    assert parse_fdinfo(data) == DrmClient(C3, "17", 7 * MIB)
-
-
-@pytest.mark.parametrize("text", ["-1 KiB", "4 kib", "1e3", "", "nan", "1.5"])
-def test_figures_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match=r".+"):
-        parse_fdinfo(fdinfo(f"drm-memory-gtt: {text}"))
-
-
-def test_a_client_without_figures_is_refused():
-    with pytest.raises(ValueError, match="without memory figures"):
-        parse_fdinfo(fdinfo())
-
-
-def test_a_plain_file_is_no_client():
-    assert parse_fdinfo(b"pos:\t0\nflags:\t02\n") is None
-
-
-A, B = Identity(5000, 10), Identity(5001, 20)
-
-
-def test_a_client_counts_once_and_another_device_is_another_client():
-    one = DrmClient(C3, "17", 8 * GIB)
-    other = DrmClient("0000:01:00.0", "17", 1 * GIB)
-    assert bill({A: [one, one, one, other]}) == ({A: 9 * GIB}, [])
-
-
-def test_a_client_of_two_processes_is_billed_to_the_older_and_told():
-    one = DrmClient(C3, "17", 8 * GIB)
-    billed, odd = bill({B: [one], A: [one]})
-    assert billed == {A: 8 * GIB, B: 0}
-    assert len(odd) == 1
-    assert "5000" in odd[0]
-    assert "5001" in odd[0]
-
-
-def test_files_without_a_client_count_once_per_process_and_device():
-    nameless = DrmClient(C3, None, 1 * GIB)
-    billed, odd = bill({A: [nameless, nameless], B: [nameless]})
-    assert billed == {A: 1 * GIB, B: 1 * GIB}
-    assert len(odd) == 2
-
-
-def test_the_registered_holder_pays(machine, probing):
+def test_c10_the_registered_holder_pays(machine, probing):
     root = machine(STRIX)
     data = fdinfo("drm-memory-gtt: 8388608 KiB")
     write_process(root, 1, 5, {3: data})
@@ -122,7 +46,7 @@ def test_figures_are_fresh_and_new_clients_show_within_a_second(machine, probing
 
 def test_kfd_counts_where_it_shows_more_than_fdinfo(machine, probing):
     root = machine(STRIX)
-    worker = write_process(root, 5000, 50, {9: fdinfo("drm-memory-gtt: 8 MiB")})
+    worker = write_process(root, 5000, 50, {9: fdinfo("drm-memory-gtt: 8 MiB", pdev=C5)})
     path = root / "sys/class/kfd/kfd/proc/5000/vram_51110"
     path.parent.mkdir()
     probe = probing(root)
@@ -148,7 +72,7 @@ def test_damaged_fdinfo_breaks_one_process_only(machine, probing):
     assert snapshot.processes[bad].bytes.value is None
 
 
-def test_used_above_total_is_zero_free_and_one_anomaly(machine, probing):
+def test_c06_used_above_total_is_zero_free_and_one_anomaly(machine, probing):
     root = machine(STRIX)
     (root / DEVICE / "mem_info_vram_total").write_text("536870912\n")
     (root / DEVICE / "mem_info_vram_used").write_text("601882624\n")
@@ -158,7 +82,7 @@ def test_used_above_total_is_zero_free_and_one_anomaly(machine, probing):
     assert "601882624" in snapshot.anomalies[0]
 
 
-def test_the_card_is_found_by_its_address_and_found_again_under_another_name(machine, probing):
+def test_c06_the_card_is_found_by_its_address_and_found_again_under_another_name(machine, probing):
     root = machine(STRIX)
     drm = root / "sys/class/drm"
     other = drm / "card0/device"
@@ -176,7 +100,7 @@ def test_the_card_is_found_by_its_address_and_found_again_under_another_name(mac
 def test_a_second_card_under_the_old_name_is_not_taken_for_the_first(machine, probing):
     root = machine(STRIX)
     drm = root / "sys/class/drm"
-    probe = probing(root)
+    probe = probing(root, gpu=C5)
     probe.sample([], 0)
     (drm / "card1").rename(drm / "card2")
     shutil.copytree(drm / "card2", drm / "card1")
@@ -255,18 +179,6 @@ def test_a_limit_that_cannot_be_read_never_widens_the_pool(machine, probing, pla
     assert probe.sample([], 2).pools[pool] == before
 
 
-def test_kfd_limits():
-    text = b"System mem used 86016M out of 124383M\nTTM mem used 83968M out of 114688M\n"
-    assert parse_kfd_limits(text) == KfdLimits(86016 * MIB, 124383 * MIB, 83968 * MIB, 114688 * MIB)
-    with pytest.raises(ValueError, match="TTM"):
-        parse_kfd_limits(text[:30] + b"\n" + text[:38])
-
-
-def test_the_limit_of_kfd_at_its_start():
-    assert kfd_system_max(64 * GIB) == 63 * GIB - 1536 * MIB
-    assert kfd_system_max(None) is None
-
-
 def test_a_later_write_to_pages_limit_does_not_move_the_limit_of_kfd(machine, probing):
     root = machine(STRIX)
     (root / "sys/module/ttm/parameters/pages_limit").write_text("32000000\n")
@@ -291,24 +203,31 @@ def test_two_cards_of_one_kind_are_told_apart_by_their_place(machine, probing):
     assert "gtt" in probing(root).sample([], 0).pools
 
 
-def test_debugfs_is_read_at_the_listed_paths_only(machine, probing, monkeypatch):
-    root = machine(STRIX)
-    for name in ("ttm/tt_shrink", "ttm/page_pool_shrink", "dri/1/amdgpu_evict_gtt"):
-        path = root / "sys/kernel/debug" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("0\n")
+@pytest.mark.parametrize("name", NAMES)
+def test_debugfs_is_read_at_the_listed_paths_only(machine, probing, monkeypatch, name):
+    """Reading some files there evicts buffers or shrinks pools; none of those is ever opened."""
+    root = machine(name)
     opened: list[str] = []
     real_open, real_scandir = os.open, os.scandir
     monkeypatch.setattr(
-        os, "open", lambda path, *rest: opened.append(path) or real_open(path, *rest)
+        os, "open", lambda path, *rest: opened.append(str(path)) or real_open(path, *rest)
     )
-    monkeypatch.setattr(os, "scandir", lambda path: opened.append(path) or real_scandir(path))
+    monkeypatch.setattr(os, "scandir", lambda path: opened.append(str(path)) or real_scandir(path))
     probe = probing(root)
     probe.check()
     probe.sample([], 0)
-    assert {path for path in opened if "kernel/debug" in path} == {
-        str(root / "sys/kernel/debug/kfd/mem_limit")
+    assert {path for path in opened if "kernel/debug" in path} <= {
+        debug_path(str(root), file, C5 if "strix" in name else "0000:03:00.0") for file in DebugFile
     }
+
+
+def test_no_listed_file_acts_when_it_is_read():
+    acting = ("shrink", "evict", "test_ib", "gpu_recover", "autodump", "compute_reg")
+    for file in DebugFile:
+        assert not any(word in file for word in acting)
+        assert "*" not in file
+    with pytest.raises(ValueError, match="PCI address"):
+        debug_path("/", DebugFile.HSA_PAGES, "../../ttm")
 
 
 def test_descriptors_in_a_copied_tree_are_no_links(machine, probing):
@@ -347,3 +266,132 @@ def test_a_figure_that_turns_bad_is_broken_and_heals(machine, probing):
     assert probe.sample([worker], 0.1).processes[worker].bytes.state is Figure.BROKEN
     path.write_bytes(fdinfo("drm-memory-gtt: 9 MiB"))
     assert probe.sample([worker], 0.2).processes[worker].gpu_bytes == 9 * MIB
+
+
+def test_what_several_clients_show_is_told_beside(machine, probing):
+    """48 MiB of one buffer are in the figures of clients 11 and 13, as the kernel counts."""
+    root = machine(STRIX)
+    pids = [process_identity(pid, str(root)) for pid in (1502, 1533)]
+    assert probing(root).sample(pids, 0).info["gpu_shared"] == 2 * 48 * MIB
+
+
+def test_a_second_card_has_pools_of_its_own(machine, probing):
+    root = machine("discrete-amd")
+    drm = root / "sys/class/drm"
+    shutil.copytree(drm / "card0", drm / "card1")
+    (drm / "card1/device/uevent").write_text("PCI_SLOT_NAME=0000:0a:00.0\nPCI_ID=1002:744C\n")
+    (drm / "card1/device/mem_info_vram_total").write_text(f"{48 * GIB}\n")
+    worker = write_process(
+        root,
+        5000,
+        50,
+        {
+            9: fdinfo("drm-memory-vram: 8 MiB", pdev="0000:03:00.0"),
+            10: fdinfo("drm-memory-vram: 1 MiB", "drm-memory-gtt: 2 MiB", pdev="0000:0a:00.0"),
+            11: fdinfo("drm-memory-vram: 4 MiB", client="3", pdev="0000:0b:00.0"),
+        },
+    )
+    probe = probing(root)
+    snapshot = probe.sample([worker], 0)
+    # the larger one first
+    assert snapshot.pools["vram"].capacity.value == 48 * GIB
+    assert snapshot.pools["vram-0000-03-00.0"].capacity.value == 25753026560
+    assert dict(snapshot.processes[worker].gpu) == {
+        "vram": 1 * MIB,
+        "vram-0000-03-00.0": 8 * MIB,
+        "system": 2 * MIB,
+        "vram-0000-0b-00.0": 4 * MIB,
+    }
+    # and it stays the first, whatever comes later or goes
+    shutil.rmtree(drm / "card1")
+    later = probe.sample([], 1).pools
+    assert later["vram"].safe.state is Figure.BROKEN
+    assert later["vram-0000-03-00.0"] == snapshot.pools["vram-0000-03-00.0"]
+
+
+def test_an_integrated_gpu_of_intels_that_goes_and_comes_back(machine, probing):
+    root = machine("intel-igpu-xe")
+    drm = root / "sys/class/drm"
+    probe = probing(root)
+    sound = probe.sample([], 0)
+    assert (sound.pools["unified"].binding, sound.pools["unified"].parent) == ("ttm", "system")
+    (drm / "card0").rename(root / "away")
+    lost = probe.sample([], 1)
+    assert lost.pools == sound.pools  # it has no memory of its own that could be lost
+    assert "gone" in lost.anomalies[0]
+    (root / "away").rename(drm / "card7")
+    assert probe.sample([], 2).anomalies == ()
+
+
+def test_i915_is_not_bound_by_ttm_and_a_card_of_intels_has_no_pool(machine, probing):
+    root = machine("intel-igpu-xe")
+    uevent = root / "sys/class/drm/card0/device/uevent"
+    text = uevent.read_text()
+    uevent.write_text(text.replace("DRIVER=xe", "DRIVER=i915"))
+    snapshot = probing(root).sample([], 0)
+    assert snapshot.pools["unified"].binding == "MemAvailable"
+    uevent.write_text(text.replace("0000:00:02.0", "0000:03:00.0"))
+    worker = write_process(
+        root,
+        5000,
+        50,
+        {9: fdinfo("drm-resident-vram0: 8 MiB", pdev="0000:03:00.0", driver="xe")},
+    )
+    snapshot = probing(root).sample([worker], 0)
+    assert set(snapshot.pools) == {"system"}
+    assert snapshot.processes[worker].gpu_bytes == 8 * MIB
+
+
+def test_nobody_is_stopped_by_a_figure_of_intels_that_is_older_than_the_look(machine, probing):
+    root = machine("intel-igpu-xe")
+    worker = write_process(root, 5000, 50, {9: fdinfo("drm-resident-gtt: 8 MiB", driver="xe")})
+    probe = probing(root)
+    probe.sample([worker], 0)
+    (root / "proc/5000/fdinfo/9").write_bytes(fdinfo("drm-resident-gtt: 1 MiB", driver="xe"))
+    snapshot = probe.sample([worker], 1)
+    assert snapshot.processes[worker].gpu_bytes == 8 * MIB
+    assert snapshot.info["fdinfo_age_ms"] == 1000
+    assert probe.confirm(snapshot, {worker: 4 * MIB}).processes[worker].gpu_bytes == MIB
+    assert probe.confirm(snapshot, {worker: 9 * MIB}) is snapshot
+
+
+def test_the_vendors_debugfs_is_shown_where_it_is(machine, probing):
+    root = machine(STRIX)
+    probe = probing(root)
+    assert "hsa_pages_used" not in probe.sample([], 0).info
+    folder = root / "sys/kernel/debug/hsa/agents" / C5
+    folder.mkdir(parents=True)
+    (folder / "pages_used").write_text("Pages used: 256\n")
+    (folder / "mem_info").write_text("Used memory: none\n")
+    snapshot = probe.sample([], 1)
+    assert snapshot.info["hsa_pages_used"] == MIB
+    assert "hsa_memory_used" not in snapshot.info
+    (odd,) = snapshot.anomalies
+    assert "mem_info" in odd
+
+
+def test_a_size_that_changes_is_not_believed(machine, probing):
+    root = machine("discrete-amd")
+    probe = probing(root)
+    probe.sample([], 0)
+    path = root / "sys/class/drm/card0/device/mem_info_vram_total"
+    path.write_text(f"{64 * GIB}\n")
+    safe = probe.sample([], 1).pools["vram"].safe
+    assert safe.state is Figure.BROKEN
+    assert "a size stays" in safe.problem
+
+
+def test_a_fork_is_not_billed_while_its_parent_cannot_be_read(machine, probing):
+    root = machine(STRIX)
+    parent, fork = (process_identity(pid, str(root)) for pid in (4211, 4213))
+    probe = probing(root)
+    before = probe.sample([parent, fork], 0).processes
+    (root / "proc/4211/fdinfo/6").write_text("garbage")
+    (root / "proc/4211/fdinfo/12").write_text("drm-driver: amdgpu\n")
+    for now_s in (0.2, 2.0):
+        now = probe.sample([parent, fork], now_s).processes
+        assert now[parent].bytes.state is Figure.BROKEN
+        assert now[fork] == before[fork]
+    # a probe that never saw who paid cannot tell
+    fresh = probing(root).sample([parent, fork], 0).processes
+    assert "4211" in fresh[fork].bytes.problem

@@ -16,6 +16,9 @@ from umad.values import Reading
 SIZE_MAX: Final = 1 << 20
 """No file read here comes near this (bytes); more is damage or a trap."""
 
+LARGEST: Final = 1 << 50
+"""No figure read here comes near this; more is damage, and must not reach the books."""
+
 # EOPNOTSUPP: the feature is switched off at boot (pressure files under psi=0).
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EOPNOTSUPP})
 # The object behind a kept descriptor is gone (driver unbound, process dead): look again by path.
@@ -97,15 +100,28 @@ def parsed(path: str, data: bytes, parse: Callable[[bytes], T]) -> T:
 
 
 def parse_decimal(data: bytes) -> int:
-    """A whole number >= 0 that stands alone in its file.
+    """A whole number from 0 to 2^64 that stands alone in its file.
 
     Raises:
         ValueError: anything else, a sign and digits of other scripts included.
     """
     text = data.strip()
-    if not text.isdigit():
+    if not text.isdigit() or len(text) > 20:
         raise ValueError(f"{text[:40]!r} is no whole number")
     return int(text)
+
+
+def parse_line(data: bytes) -> int:
+    """A whole number >= 0 in a line of its own, as sysfs has it.
+
+    Raises:
+        ValueError: anything else, or an absurd one; a number without its line end lost digits.
+    """
+    if not data.endswith(b"\n"):
+        raise ValueError(f"{data[:40]!r} is cut short")
+    if (value := parse_decimal(data)) >= LARGEST:
+        raise ValueError(f"{value} is absurd")
+    return value
 
 
 def read_text(path: str) -> str:
@@ -125,13 +141,15 @@ class KernelFile:
         keep: keep the descriptor and use ``pread``, half the cost of open and read.  Right for
             proc and sysfs, which render their content anew at every read of offset 0; wrong for
             a copy of a tree on disk, where a kept descriptor would outlive a replaced file.
+        parts: the kernel hands it out a page at a time (files of many records: vmstat).
     """
 
-    __slots__ = ("_fd", "_keep", "path")
+    __slots__ = ("_fd", "_keep", "_parts", "path")
 
-    def __init__(self, path: str, *, keep: bool) -> None:
+    def __init__(self, path: str, *, keep: bool, parts: bool = False) -> None:
         self.path = path
         self._keep = keep
+        self._parts = parts
         self._fd = -1
 
     def read(self) -> bytes:
@@ -157,8 +175,17 @@ class KernelFile:
             raise Unreadable.from_os(self.path, error) from error
 
     def _pread(self) -> bytes:
-        # One call: these files are single records, which the kernel hands out in one piece.
-        return os.pread(self._fd, 65536, 0)
+        # One call: most files are single records, which the kernel hands out in one piece.
+        data = os.pread(self._fd, 65536, 0)
+        if not self._parts:
+            return data
+        chunks, size = [data], len(data)
+        while chunk := os.pread(self._fd, 65536, size):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > SIZE_MAX:
+                raise Unreadable(self.path, f"larger than {SIZE_MAX} bytes")
+        return b"".join(chunks)
 
     def close(self) -> None:
         """Give the descriptor back; the next read opens the file again."""

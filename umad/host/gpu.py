@@ -1,401 +1,283 @@
-"""AMD GPUs: what their memory can still give, and which process holds how much of it.
+"""The GPUs of the machine: their pools, and which process holds how much of each.
 
-Rules: a device is known by its PCI address, cardN moves; debugfs is read at the few exact paths
-named here and nowhere else, because some of its files act when they are read.
-Stays out: makers whose memory is read in other ways (their GPU pool is absent), and decisions.
+Makers in their order: AMD and Intel (sysfs, DRM fdinfo, KFD), NVIDIA (nvmap, NVML).  Pools:
 
-Source: amdgpu, amdkfd and TTM of Linux 6.12 to 7.1.
+* ``vram``: memory of a GPU's own, the carve-out of an APU included;
+* ``gtt``: system memory through the GTT of an AMD APU, which has limits of its own;
+* ``unified``: system memory that a GPU takes as it comes (GB10, Jetson, Intel's integrated).
+
+The first GPU's pools have these names; those of any other carry its PCI address, as in
+``vram-0000-03-00.0``.  First is the one that ``memory.gpu`` names, else the one with most memory
+of its own, else the one with the lowest address; it stays the first while the daemon runs.
+
+Rules: a GPU is known by its PCI address, cardN moves; one that vanishes stays known and broken.
+Stays out: decisions.
 """
 
+import errno
 import math
-import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from umad.host.drm import DrmClient, DrmScanner, bill
-from umad.host.files import (
-    KernelFile,
-    Unreadable,
-    inside,
-    parse_decimal,
-    parsed,
-    read_as,
-    read_file,
-    read_text,
+from umad.host.amd import (
+    AmdGpu,
+    find_device,
+    parse_hsa_memory,
+    parse_hsa_pages,
+    parse_page_pool,
 )
-from umad.units import MIB
-from umad.values import SYSTEM_POOL, Figure, Identity, PoolReading, Reading
+from umad.host.clock import Clock
+from umad.host.debugfs import DebugFile, debug_path
+from umad.host.drm import Bill, ClientKey, DrmClient, DrmScanner, bill
+from umad.host.files import Unreadable, read_as
+from umad.host.intel import VENDOR as INTEL
+from umad.host.intel import IntelGpu
+from umad.host.look import Gpu, Look, Tally
+from umad.host.nvidia import Nvidia, NvidiaGpu
+from umad.host.paced import Paced
+from umad.host.pci import cards, normal
+from umad.values import SYSTEM_POOL, Identity, PoolReading, Reading
 
-GTT_POOL: Final = "gtt"
-VRAM_POOL: Final = "vram"
+_SEARCH_S: Final = 10.0
+"""How often a card or a driver that comes late is looked for."""
+_DEBUG_S: Final = 1.0
 
-_AMD: Final = "0x1002"
-_DEBUGFS_KFD: Final = "sys/kernel/debug/kfd/mem_limit"
-_KFD: Final = "sys/class/kfd/kfd"
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True, slots=True)
-class KfdLimits:
-    """KFD's own accounts in bytes: of system memory, and of it the part TTM manages."""
-
-    sys_used: int
-    sys_max: int
-    ttm_used: int
-    ttm_max: int
-
-
-_KFD_LINE: Final = re.compile(rb"(System|TTM) mem used ([0-9]+)M out of ([0-9]+)M")
-
-
-def parse_kfd_limits(data: bytes) -> KfdLimits:
-    """Read debugfs kfd/mem_limit, which speaks in MiB.
-
-    Raises:
-        ValueError: a line is missing.
-    """
-    lines = {
-        name: (int(used) * MIB, int(most) * MIB) for name, used, most in _KFD_LINE.findall(data)
-    }
-    try:
-        return KfdLimits(*lines[b"System"], *lines[b"TTM"])
-    except KeyError as error:
-        raise ValueError(f"no line for {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """An AMD GPU: PCI address, its folder in sysfs now, KFD's id, and where hipMalloc goes.
-
-    ``prefer_gtt``: an APU whose carve-out is smaller than its GTT; hipMalloc takes system memory.
-    """
-
-    pdev: str
-    folder: str
-    gpu_id: int | None
-    prefer_gtt: bool
-
-
-def find_devices(root: str) -> list[Device]:
-    """The AMD GPUs with memory figures, in the order of their PCI addresses."""
-    drm = inside(root, "sys/class/drm")
-    found: dict[str, Device] = {}
-    for card in _names(drm):
-        if not re.fullmatch(r"card[0-9]+", card):
-            continue
-        folder = f"{drm}/{card}/device"
-        try:
-            if read_text(f"{folder}/vendor") != _AMD:
-                continue
-            uevent = _pairs(read_file(f"{folder}/uevent"), "=")
-        except Unreadable:
-            continue
-        if not any(Path(f"{folder}/mem_info_{kind}_total").exists() for kind in ("vram", "gtt")):
-            continue
-        pdev = uevent.get("PCI_SLOT_NAME", "")
-        gpu_id, bank = _kfd_node(root, uevent.get("PCI_ID", ""), pdev)
-        try:
-            prefer_gtt = bank > read_as(f"{folder}/mem_info_vram_total", parse_decimal)
-        except Unreadable:  # unknown: promise the smaller pool only, which reads as broken
-            prefer_gtt = False
-        found[pdev] = Device(pdev, folder, gpu_id, prefer_gtt)
-    return [found[pdev] for pdev in sorted(found)]
-
-
-def _address(folder: str) -> str | None:
-    """The PCI address of the device in a sysfs folder now; None when there is none."""
-    try:
-        return _pairs(read_file(f"{folder}/uevent"), "=").get("PCI_SLOT_NAME")
-    except Unreadable:
-        return None
-
-
-def _names(folder: str) -> list[str]:
-    """What a folder holds; nothing where the subsystem is not there."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries)
-    except OSError:
-        return []
-
-
-def _pairs(data: bytes, separator: str) -> dict[str, str]:
-    lines = data.decode("ascii", "replace").splitlines()
-    return {
-        key: value for key, found, value in (line.partition(separator) for line in lines) if found
-    }
-
-
-def _kfd_node(root: str, pci_id: str, pdev: str) -> tuple[int | None, int]:
-    """KFD's id of a device and the bytes it hands out as its memory; (None, 0) without KFD.
-
-    An APU that prefers GTT shows the limit of TTM there instead of its carve-out.
-    """
-    nodes = inside(root, f"{_KFD}/topology/nodes")
-    fits: list[tuple[bool, int, int]] = []
-    for name in _names(nodes):
-        folder = f"{nodes}/{name}"
-        try:
-            properties = _pairs(read_file(f"{folder}/properties"), " ")
-            gpu_id = read_as(f"{folder}/gpu_id", parse_decimal)
-            if not gpu_id:
-                continue
-            path = f"{folder}/mem_banks/0/properties"
-            bank = int(_pairs(read_file(path), " ").get("size_in_bytes", "0"))
-            vendor, device = int(properties["vendor_id"]), int(properties["device_id"])
-            at = int(properties["location_id"])
-        except (Unreadable, KeyError, ValueError):
-            continue
-        if f"{vendor:04X}:{device:04X}" == pci_id.upper():
-            fits.append((pdev.endswith(f"{at >> 8:02x}:{at >> 3 & 31:02x}.{at & 7}"), gpu_id, bank))
-    # Two cards of one kind differ by their place on the bus alone.
-    exact = [fit for fit in fits if fit[0]] or fits
-    return (exact[0][1], exact[0][2]) if len(exact) == 1 else (None, 0)
+# Sources whose figures may be older than the look that shows them.
+_SLOW_SOURCES: Final = frozenset({"nvml", "nvmap"})
 
 
 class GpuProbe:
-    """Pools and per-process bytes of one AMD GPU; nothing at all where there is none.
+    """Pools and per-process bytes of all GPUs; nothing at all where there is none.
 
     Args:
         root: the folder that holds ``proc/`` and ``sys/``.
-        wanted: a PCI address, ``"auto"`` for the first, ``"none"``.
+        wanted: the PCI address of the only GPU that has pools, ``"auto"`` for all, ``"none"``.
+        clock: dates the answers of NVML.
     """
 
-    def __init__(self, root: str, wanted: str) -> None:
+    def __init__(self, root: str, wanted: str, clock: Clock) -> None:
         self._root = root
-        self._wanted = wanted.lower()
-        self._scanner = DrmScanner(root)
-        self._files: dict[str, KernelFile] = {}
-        self._seen: set[str] = set()  # limits that were there once: missing later is broken
-        self._device: Device | None = None
-        self._lost = False
-        self._search_s = -math.inf
-
-    def check(self) -> tuple[int | None, str | None]:
-        """gtt_total in bytes (None without a GPU), and what keeps this GPU from being used."""
-        device = self._find()
-        if device is None:
-            if self._wanted in ("auto", "none"):
-                return None, None
-            return None, f"memory.gpu: no AMD GPU with memory figures at {self._wanted}"
         try:
-            return self._figure(device, "mem_info_gtt_total"), None
-        except Unreadable as error:
-            return None, f"GPU memory cannot be read: {error}"
+            self._wanted = normal(wanted)
+        except ValueError:  # "auto", "none", "tegra", or what ``check`` complains about
+            self._wanted = wanted.lower()
+        # Processes whose GPU bytes were older than the last look that asked for none to be fresh.
+        self.old: set[Identity] = set()
+        self._scanner = DrmScanner(root)
+        self._payers: dict[ClientKey, Identity] = {}
+        self._nvidia = Nvidia(root, clock)
+        self._gpus: dict[str, Gpu] = {}
+        self._first: Gpu | None = None
+        self._search_s = -math.inf
+        self._page_pool = self._debug(DebugFile.TTM_PAGE_POOL, parse_page_pool)
+        self._hsa: dict[str, dict[str, Paced[int]]] = {}
 
-    def pools(
+    def problem(self, look: Look) -> str:
+        """What keeps the GPU from being used, "" when nothing."""
+        self._find(look)
+        if self._wanted not in ("auto", "none") and self._first is None:
+            return f"memory.gpu: no GPU with memory figures at {self._wanted}"
+        problems = [gpu.problem() for gpu in self._watched() if isinstance(gpu, AmdGpu)]
+        return next((f"GPU memory cannot be read: {each}" for each in problems if each), "")
+
+    def pools(self, look: Look) -> dict[str, PoolReading]:
+        """The pools now; ``look`` is added to."""
+        self._find(look)
+        self._nvidia.note(look)
+        made: dict[str, PoolReading] = {}
+        for gpu in self._watched():
+            look.info[gpu.name("gpu")] = gpu.pdev
+            look.info[gpu.name("gpu_kind")] = gpu.kind
+            made.update((pool.name, pool) for pool in gpu.pools(look))
+            if isinstance(gpu, AmdGpu):
+                self._vendor_figures(gpu, look)
+        self._explain_residual(look)
+        return made
+
+    def held(
         self,
-        system: PoolReading,
-        info: dict[str, int | str],
-        anomalies: list[str],
-        now_s: float,
-    ) -> dict[str, PoolReading]:
-        """The pools of the GPU now; ``info`` and ``anomalies`` are added to."""
-        if self._wanted == "none":
-            return {}
-        if self._lost or self._device is None:
-            # Without a GPU so far, look at times for a driver that comes late.
-            if not self._lost and now_s < self._search_s:
-                return {}
-            self._search_s = now_s + 10
-            self._adopt(self._find(), anomalies)
-        elif _address(self._device.folder) != self._device.pdev:
-            self._adopt(self._find(), anomalies)
-        if (device := self._device) is None:
-            return {}
-        info["gpu"] = device.pdev
-        made = {VRAM_POOL: self._vram(device, info, anomalies)}
-        if device.prefer_gtt:
-            made[GTT_POOL] = self._gtt(device, system, info, anomalies)
-        return {name: pool for name, pool in made.items() if pool.capacity.value != 0}
+        identities: Collection[Identity],
+        look: Look,
+        fresh: Collection[Identity] = (),
+    ) -> dict[Identity, Tally]:
+        """GPU bytes of each process; empty where there is no GPU.
 
-    def bytes_by_process(
-        self, identities: Sequence[Identity], anomalies: list[str], now_s: float
-    ) -> dict[Identity, Reading]:
-        """GPU bytes of each process; empty where there is no GPU."""
-        self._scanner.keep_only(frozenset(identities))
-        if (device := self._device) is None:
+        Args:
+            identities: the registered processes that are alive.
+            look: the look so far, is added to.
+            fresh: those of them of which no figure may be old.
+        """
+        wanted = frozenset(identities)
+        self._scanner.keep_only(wanted)
+        self._nvidia.keep_only(wanted)
+        if not fresh:
+            self.old = set()
+        if not self._gpus and not self._nvidia.asking:
             return {}
-        readings: dict[Identity, Reading] = {}
-        held: dict[Identity, list[DrmClient]] = {}
-        for identity in identities:
-            try:
-                held[identity] = self._scanner.clients(identity, now_s)
-            except Unreadable as error:
-                readings[identity] = Reading.broken("fdinfo", str(error))
-        billed, odd = bill(held)
-        anomalies.extend(odd)
-        for identity, size in billed.items():
-            try:
-                kfd = self._kfd_bytes(device, identity.pid)
-            except Unreadable as error:
-                readings[identity] = Reading.broken("kfd", str(error))
-                continue
-            readings[identity] = Reading.of(max(size, kfd), "kfd" if kfd > size else "fdinfo")
-        return readings
+        tallies = {identity: Tally() for identity in identities}
+        if any(gpu.drm for gpu in self._gpus.values()):
+            self._tally_drm(tallies, look, fresh)
+        if fresh:
+            self._nvidia.read(look, fresh=True)
+        self._nvidia.tally(identities, tallies, look)
+        if not fresh:
+            self.old = {
+                identity
+                for identity, tally in tallies.items()
+                if not _SLOW_SOURCES.isdisjoint(tally.sources)
+                or self._scanner.old(identity, look.now_s)
+            }
+        return {identity: tally for identity, tally in tallies.items() if tally.told}
 
     def close(self) -> None:
-        """Give every kept descriptor back."""
-        for file in self._files.values():
-            file.close()
+        """Give every kept descriptor back, and stop asking NVML."""
+        for gpu in self._gpus.values():
+            if isinstance(gpu, AmdGpu | IntelGpu):
+                gpu.close()
+        self._scanner.close()
+        self._nvidia.close()
 
-    def _find(self) -> Device | None:
-        wanted = self._device.pdev if self._device else self._wanted
-        devices = [] if wanted == "none" else find_devices(self._root)
-        return next((each for each in devices if wanted in ("auto", each.pdev)), None)
+    # ------------------------------------------------------------ finding GPUs
 
-    def _adopt(self, found: Device | None, anomalies: list[str]) -> None:
-        """Take over what a search found; a device that was known stays known."""
-        self.close()
-        self._files.clear()
-        old = self._device
-        self._lost = found is None and old is not None
-        if found is None:
-            if old is not None:
-                anomalies.append(f"GPU {old.pdev} is gone from sysfs")
+    def _find(self, look: Look) -> None:
+        """Take over what is there now."""
+        if self._wanted == "none":
             return
-        if old is not None:  # where memory comes from does not change while the machine runs
-            found = replace(
-                found,
-                prefer_gtt=old.prefer_gtt or found.prefer_gtt,
-                gpu_id=found.gpu_id or old.gpu_id,
-            )
-        self._device = found
+        known = self._gpus.values()
+        lost = any(gpu.moved for gpu in known if isinstance(gpu, AmdGpu | IntelGpu))
+        if lost or not self._search_s - _SEARCH_S <= look.now_s < self._search_s:
+            self._search_s = look.now_s + _SEARCH_S
+            self._search_cards()
+            self._nvidia.search(look)
+        self._nvidia.read(look)
+        for each in self._nvidia.gpus:
+            self._gpus.setdefault(each.pdev, each)
+        self._name()
 
-    def _vram(
-        self, device: Device, info: dict[str, int | str], anomalies: list[str]
-    ) -> PoolReading:
-        total = self._reading(device, "mem_info_vram_total")
-        used = self._reading(device, "mem_info_vram_used")
-        safe = _left(total, used, f"{device.pdev}: vram", anomalies)
-        if safe.value is not None:
-            info["limit_vram"] = safe.value
-        return PoolReading(VRAM_POOL, total, used, safe, "vram")
+    def _search_cards(self) -> None:
+        shown = {card.pdev: card for card in cards(self._root)}
+        for pdev, card in shown.items():
+            if (device := find_device(self._root, card)) is not None:
+                known = self._gpus.get(pdev)
+                if not isinstance(known, AmdGpu):
+                    self._gpus[pdev] = AmdGpu(self._root, device)
+                elif known.moved or known.device != device:
+                    known.adopt(device)
+            elif card.vendor == INTEL and pdev not in self._gpus:
+                self._gpus[pdev] = IntelGpu(self._root, card)
+        for pdev, gpu in self._gpus.items():
+            if isinstance(gpu, AmdGpu) and gpu.moved:
+                gpu.adopt(None)
+            elif isinstance(gpu, IntelGpu) and gpu.moved:
+                gpu.adopt(shown.get(pdev))
 
-    def _gtt(
-        self,
-        device: Device,
-        system: PoolReading,
-        info: dict[str, int | str],
-        anomalies: list[str],
-    ) -> PoolReading:
-        total = self._reading(device, "mem_info_gtt_total")
-        used = self._reading(device, "mem_info_gtt_used")
-        name = f"{device.pdev}: "
-        limits = {"gtt": _left(total, used, name + "gtt", anomalies)}
-        pages = self._pages_limit()
-        limits["ttm"] = _left(pages, used, name + "ttm", anomalies)
-        limits.update(self._kfd_limits(name, system.capacity, pages, anomalies))
-        for key, limit in limits.items():
-            if limit.value is not None:
-                info[f"limit_{key}"] = limit.value
-        limits["MemAvailable"] = system.safe
-        safe, binding = _smallest(limits)
-        # gtt_total is what the driver would allow; there is never more than TTM's limit and DRAM.
-        capacity, _ = _smallest({"gtt": total, "ttm": pages, "DRAM": system.capacity})
-        return PoolReading(GTT_POOL, capacity, used, safe, binding, SYSTEM_POOL)
+    def _name(self) -> None:
+        """Choose the first GPU once; all others keep names with their address."""
+        if self._first is None:
+            fits = [gpu for gpu in self._gpus.values() if self._wanted in ("auto", gpu.pdev)]
+            if fits:
+                self._first = min(fits, key=lambda gpu: (-gpu.own_bytes, gpu.pdev))
+                self._first.suffix = ""
 
-    def _pages_limit(self) -> Reading:
-        for module in ("ttm", "amdttm"):
-            place = f"sys/module/{module}/parameters/pages_limit"
-            path = inside(self._root, place)
+    def _watched(self) -> list[Gpu]:
+        """The GPUs that have pools, the first one first."""
+        if self._first is None:
+            return []
+        if self._wanted != "auto":
+            return [self._first]
+        others = sorted(pdev for pdev, gpu in self._gpus.items() if gpu is not self._first)
+        return [self._first, *(self._gpus[pdev] for pdev in others)]
+
+    # --------------------------------------------------------------- processes
+
+    def _tally_drm(
+        self, tallies: Mapping[Identity, Tally], look: Look, fresh: Collection[Identity]
+    ) -> None:
+        """Add what DRM's fdinfo and KFD say."""
+        clients: dict[Identity, list[DrmClient]] = {}
+        for identity, tally in tallies.items():
             try:
-                pages = parsed(path, self._file(path).read(), parse_decimal)
+                clients[identity] = self._scanner.clients(
+                    identity, look.now_s, fresh=identity in fresh
+                )
             except Unreadable as error:
-                reading = self._missing(place, error)
-                if reading.state is Figure.BROKEN:
-                    return reading
-            else:
-                self._seen.add(place)
-                return Reading.of(pages * _PAGE_BYTES, place)
-        return Reading.absent("pages_limit")
+                tally.fail("fdinfo", str(error))
+        hidden = tallies.keys() - clients.keys()
+        billing = bill(clients, hidden, self._payers, look.kin)
+        self._payers = billing.payers
+        look.anomalies.extend(billing.odd)
+        for identity, why in billing.unknown.items():
+            tallies[identity].fail("fdinfo", why)
+        look.info["gpu_shared"] = sum(
+            each.shared for bills in billing.bills.values() for each in bills.values()
+        )
+        if (age_ms := self._scanner.age_ms(look.now_s)) is not None:
+            look.info["fdinfo_age_ms"] = age_ms
+        for identity, bills in billing.bills.items():
+            tally = tallies[identity]
+            for gpu in self._gpus.values():
+                if isinstance(gpu, AmdGpu):
+                    bills.setdefault(gpu.pdev, Bill())
+            for pdev, each in bills.items():
+                self._pay(tally, identity.pid, pdev, each)
+            if not bills:
+                tally.add(SYSTEM_POOL, 0, "fdinfo")
 
-    def _kfd_limits(
-        self, name: str, dram: Reading, pages: Reading, anomalies: list[str]
-    ) -> dict[str, Reading]:
-        path = inside(self._root, _DEBUGFS_KFD)
-        try:
-            limits = parsed(path, self._file(path).read(), parse_kfd_limits)
-        except Unreadable as error:
-            reading = self._missing(_DEBUGFS_KFD, error)
-            return {"kfd_sys": reading, "kfd_ttm": reading}
-        self._seen.add(_DEBUGFS_KFD)
-        left: dict[str, Reading] = {}
-        for key, most, exact, used in (
-            ("kfd_sys", limits.sys_max, kfd_system_max(dram.value), limits.sys_used),
-            ("kfd_ttm", limits.ttm_max, pages.value, limits.ttm_used),
-        ):
-            total = Reading.of(_exact(most, exact), key)
-            left[key] = _left(total, Reading.of(used, key), name + key, anomalies)
-        return left
+    def _pay(self, tally: Tally, pid: int, pdev: str, each: Bill) -> None:
+        """Add what one process holds of one device, by the greater of fdinfo and KFD."""
+        gpu = self._gpus.get(pdev) or Gpu(pdev, "", 0, drm=True)  # sysfs does not show it
+        dram, own, source = each.dram, each.own, "fdinfo"
+        if isinstance(gpu, NvidiaGpu):
+            return  # NVML's to tell
+        if isinstance(gpu, AmdGpu):
+            try:
+                more = gpu.kfd_bytes(pid) - each.dram - each.own
+            except Unreadable as error:
+                tally.fail("kfd", str(error))
+                return
+            if more > 0:
+                source = "kfd"
+                dram, own = (dram + more, own) if gpu.device.prefer_gtt else (dram, own + more)
+        tally.add(gpu.dram_pool, dram, source)
+        tally.add(gpu.own_pool, own, source)
 
-    def _kfd_bytes(self, device: Device, pid: int) -> int:
-        if device.gpu_id is None:
-            return 0
-        path = inside(self._root, f"{_KFD}/proc/{pid}/vram_{device.gpu_id}")
-        try:
-            return read_as(path, parse_decimal)
-        except Unreadable as error:
-            if error.absent or error.gone:  # a process without KFD
-                return 0
-            raise
+    # ------------------------------------------------- figures for people only
 
-    def _missing(self, place: str, error: Unreadable) -> Reading:
-        if error.absent and place in self._seen:
-            return Reading.broken(place, f"{error}; it was there before")
-        return error.reading(place)
+    def _explain_residual(self, look: Look) -> None:
+        """What of meminfo's residual the GPUs account for, and what nobody does."""
+        if any(gpu.drm for gpu in self._gpus.values()):
+            pool = self._figure("ttm_page_pool", self._page_pool, look)
+            if pool is not None and "GPUActive" not in look.meminfo:
+                look.unlisted(Reading.of(pool, "page_pool"))
+        residual, explained = look.info.get("mem_residual"), look.gpu_unlisted
+        if not isinstance(residual, int) or explained is None:
+            return
+        look.info["mem_residual_gpu"] = explained
+        look.info["mem_unexplained"] = max(0, residual - explained)
 
-    def _reading(self, device: Device, name: str) -> Reading:
-        try:
-            return Reading.of(self._figure(device, name), name)
-        except Unreadable as error:
-            # The driver makes all of these files or none: a missing one is broken.
-            return Reading.broken(name, str(error))
+    def _vendor_figures(self, gpu: AmdGpu, look: Look) -> None:
+        """The hsa layout of debugfs, where a vendor's kernel has it."""
+        if gpu.pdev not in self._hsa:
+            self._hsa[gpu.pdev] = {
+                "hsa_pages_used": self._debug(DebugFile.HSA_PAGES, parse_hsa_pages, gpu.pdev),
+                "hsa_memory_used": self._debug(DebugFile.HSA_MEMORY, parse_hsa_memory, gpu.pdev),
+            }
+        for name, paced in self._hsa[gpu.pdev].items():
+            self._figure(gpu.name(name), paced, look)
 
-    def _figure(self, device: Device, name: str) -> int:
-        if self._lost:  # its old folder may be another card's by now
-            raise Unreadable(device.folder, f"GPU {device.pdev} is gone")
-        path = f"{device.folder}/{name}"
-        return parsed(path, self._file(path).read(), parse_decimal)
+    def _debug(
+        self, file: DebugFile, parse: Callable[[bytes], int], pdev: str = "0000:00:00.0"
+    ) -> Paced[int]:
+        path = debug_path(self._root, file, pdev)
+        return Paced(lambda: read_as(path, parse), _DEBUG_S)
 
-    def _file(self, path: str) -> KernelFile:
-        if path not in self._files:
-            self._files[path] = KernelFile(path, keep=self._root == "/")
-        return self._files[path]
-
-
-def kfd_system_max(dram: int | None) -> int | None:
-    """The system memory that KFD allows itself at its start, in bytes."""
-    return None if dram is None else dram - (dram >> 6) - 1536 * MIB
-
-
-def _exact(printed: int, exact: int | None) -> int:
-    """``exact`` where KFD prints just that in whole MiB; what it prints where they differ.
-
-    They differ when a limit was moved after KFD started, which KFD does not follow.
-    """
-    return exact if exact is not None and exact // MIB * MIB == printed else printed
-
-
-def _left(total: Reading, used: Reading, what: str, anomalies: list[str]) -> Reading:
-    """``total - used``, 0 and an anomaly where that is negative, unknown where a part is."""
-    if total.value is None:
-        return total
-    if used.value is None:
-        return used
-    if used.value > total.value:
-        anomalies.append(f"{what}: {used.value} bytes used of {total.value}")
-    return Reading.of(max(0, total.value - used.value), what)
-
-
-def _smallest(limits: Mapping[str, Reading]) -> tuple[Reading, str]:
-    """The smallest limit and its name; broken when one is broken; absent limits do not count."""
-    for name, limit in limits.items():
-        if limit.state is Figure.BROKEN:
-            return limit, name
-    values = {name: limit.value for name, limit in limits.items() if limit.value is not None}
-    name = min(values, key=lambda key: values[key])
-    return Reading.of(values[name], name), name
+    def _figure(self, name: str, paced: Paced[int], look: Look) -> int | None:
+        found = paced.get(look.now_s)
+        if isinstance(found, int):
+            look.info[name] = found
+            look.info[f"{name}_age_ms"] = paced.age_ms(look.now_s)
+            return found
+        # Only root may look into debugfs; that is no contradiction.
+        if not found.absent and found.code not in (errno.EACCES, errno.EPERM):
+            look.anomalies.append(str(found))
+        return None
