@@ -17,8 +17,9 @@ over: the first one's bytes may be all that was needed.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from umad.core.audit import Breach, Subject
+from umad.core.audit import LEAKING, Breach, Subject
 from umad.units import GIB
 from umad.values import Identity, Snapshot
 
@@ -78,6 +79,9 @@ class Unkillable:
 
 Verdict = Revoke | Complied | KillNow | Unkillable
 
+# Given back by word, and still there: by then an honest worker's bytes are long gone.
+LEAKING_AFTER_S: Final = 5.0
+
 # Source: the exit of a process with 4 GiB of 4 KiB pages took 129 ms (our measurement on two
 # cores); twice that per GiB, on top of a quarter second for the scheduler.
 _KILL_GRACE_S = 0.25
@@ -98,6 +102,10 @@ class Watchdog:
         """The open ones."""
         return self._cases.values()
 
+    def resume(self, case: Case) -> None:
+        """Go on with a case of another time."""
+        self._cases[case.breach.key] = case
+
     def case(self, identity: Identity, worker: int | None = None) -> Case | None:
         """The open case of a process, or of one worker of it."""
         return self._cases.get((identity, worker))
@@ -105,16 +113,30 @@ class Watchdog:
     def open(
         self, breach: Breach, workers: tuple[str, ...], comm: str, now_s: float
     ) -> Revoke | None:
-        """Rule 1.  None when there is a case already."""
-        if breach.key in self._cases:
+        """Rule 1.  None when there is a case already; a worse breach brings its end forward."""
+        due_s = breach.taken_s + self.deadline_s(breach)
+        case = self._cases.get(breach.key)
+        if case is not None:
+            if case.killed_s is None and due_s < case.due_s:
+                case.breach, case.due_s, case.looked = breach, due_s, False
             return None
-        case = Case(breach, workers, comm, now_s, breach.taken_s + self.deadline_s(breach))
+        case = Case(breach, workers, comm, now_s, due_s)
         self._cases[breach.key] = case
         return Revoke(case)
 
     def deadline_s(self, breach: Breach) -> float:
-        """Seconds from the sample to SIGKILL: the guard gets longer, since the kill hits all."""
+        """Seconds from the sample to SIGKILL.
+
+        The guard gets longer, since the kill hits all; who leaks does no harm but to the budget.
+        """
+        if breach.reason == LEAKING:
+            return LEAKING_AFTER_S
         return self.grace_s if breach.worker is None else self.return_s
+
+    def killing(self, identity: Identity) -> str:
+        """Why SIGKILL was sent to this process; nothing if it was not."""
+        sent = (case for key, case in self._cases.items() if key[0] == identity)
+        return next((case.breach.reason for case in sent if case.killed_s is not None), "")
 
     def judge(self, found: Sequence[Breach], snapshot: Snapshot, now_s: float) -> list[Verdict]:
         """Rules 2 to 4 for all open cases against one snapshot."""

@@ -1,19 +1,24 @@
 """What the daemon does to the world: watch processes, kill them.
 
-Owns the pidfds.  A signal goes through the pidfd that was opened when the worker registered, so
-that a pid that was reused meanwhile is never hit.  ``DryRun`` stands in for ``Effects`` and
+Owns the pidfds.  A signal goes through the pidfd that was opened when the worker registered, or
+one that is opened for a member of its family and checked, so that a pid that was reused meanwhile
+is never hit.  ``DryRun`` stands in for ``Effects`` and
 only tells what would have been done.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 from umad.errors import ProbeError
-from umad.host import procs
+from umad.host import procs, zones
 from umad.values import Identity
+
+RELEASING_MAX: Final = 64
 
 
 class Doer(Protocol):
@@ -31,6 +36,10 @@ class Doer(Protocol):
         """SIGKILL it; returns what went wrong, or nothing."""
         ...
 
+    def compact(self, runtime_dir: Path) -> str:
+        """Ask for the machine's memory to be compacted; returns what went wrong, or nothing."""
+        ...
+
     def close(self) -> None:
         """Give everything back."""
         ...
@@ -43,6 +52,7 @@ class Effects:
         self._loop = loop
         self._exited = exited
         self._pidfds: dict[Identity, int] = {}
+        self._releasing = 0
 
     def watch(self, identity: Identity) -> None:
         """Open the pidfd; a process that has ended meanwhile is reported at once."""
@@ -65,20 +75,41 @@ class Effects:
 
     def kill(self, identity: Identity) -> str:
         """SIGKILL through the pidfd, then let the kernel take the memory back at once."""
-        pidfd = self._pidfds.get(identity)
-        if pidfd is None:
-            return "it is not watched (any more)"
-        if identity.pid in (0, 1, os.getpid(), os.getppid()):
-            return "umad never kills itself, its parent or pid 1"
+        if identity.pid in {0, 1, *procs.lineage(os.getpid())}:
+            return "umad never kills itself, nor pid 1, nor whom it descends from"
+        watched = self._pidfds.get(identity)
         try:
-            if not procs.kill_via(pidfd, signal.SIGKILL):
-                return ""
+            pidfd = procs.open_pidfd(identity) if watched is None else watched
+        except ProbeError as error:
+            return error.message if procs.is_alive(identity) else ""
+        try:
+            if procs.kill_via(pidfd, signal.SIGKILL):
+                self._release_memory(pidfd)
         except ProbeError as error:
             return error.message
-        # Freeing gigabytes takes tens of milliseconds: in a thread, on a descriptor of its own,
-        # since the watched one is closed as soon as the process is gone.
-        self._loop.run_in_executor(None, _release_memory, os.dup(pidfd))
+        finally:
+            if watched is None:
+                os.close(pidfd)
         return ""
+
+    def _release_memory(self, pidfd: int) -> None:
+        """Freeing gigabytes takes tens of milliseconds: in a thread, on a descriptor of its own.
+
+        The given one is closed before.  Who is not helped so frees its memory as it exits.
+        """
+        if self._releasing >= RELEASING_MAX:
+            return
+        with contextlib.suppress(OSError):  # no descriptor is left
+            own = os.dup(pidfd)
+            self._releasing += 1
+            self._loop.run_in_executor(None, _release_memory, own).add_done_callback(self._released)
+
+    def _released(self, _done: object) -> None:
+        self._releasing -= 1
+
+    def compact(self, runtime_dir: Path) -> str:
+        """Ask umad-compact.service, by a file in the runtime folder."""
+        return zones.ask_for_compaction(runtime_dir)
 
     def close(self) -> None:
         """Unwatch all."""
@@ -96,6 +127,10 @@ class DryRun(Effects):
     def kill(self, identity: Identity) -> str:
         """Nothing is sent."""
         return f"dry run: pid {identity.pid} would have been killed"
+
+    def compact(self, runtime_dir: Path) -> str:
+        """Nobody is asked."""
+        return f"dry run: {runtime_dir / zones.REQUEST} would have been written"
 
 
 def _release_memory(pidfd: int) -> None:

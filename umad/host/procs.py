@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from umad.errors import ProbeError
-from umad.host.files import KernelFile, Unreadable, inside, parsed, read_as, read_text
+from umad.host.files import LARGEST, KernelFile, Unreadable, inside, parsed, read_as, read_text
 from umad.values import Identity, ProcessReading, Reading
 
 _SYS_PROCESS_MRELEASE: Final = 448  # the same number on every architecture (Linux 5.15)
@@ -27,10 +27,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The head of /proc/PID/stat: state letter and start time in clock ticks since boot."""
+    """Of /proc/PID/stat: state letter, parent, session, threads, start (clock ticks since boot)."""
 
     state: str
     start_ticks: int
+    parent: int = 0
+    session: int = 0
+    threads: int = 1
+
+    @property
+    def ended(self) -> bool:
+        """A zombie; the leader of a process may look like one while its threads live on."""
+        return self.state in "ZX" and self.threads <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +58,15 @@ def parse_stat(data: bytes) -> Stat:
     """Read /proc/PID/stat; the name in parentheses may hold blanks and parentheses itself.
 
     Raises:
-        ValueError: too few fields, or a start time that is no number.
+        ValueError: too few fields, or one that is no number.
     """
     fields = data[data.rindex(b")") + 1 :].split()
     if len(fields) < 20:
         raise ValueError("too few fields")
-    return Stat(fields[0].decode("ascii", "replace"), int(fields[19]))
+    parent, session, threads, start_ticks = (int(fields[at]) for at in (1, 3, 17, 19))
+    if not 0 <= start_ticks < LARGEST:  # read as another process's, it would free this one's
+        raise ValueError(f"started at {start_ticks}")
+    return Stat(fields[0].decode("ascii", "replace"), start_ticks, parent, session, threads)
 
 
 def parse_status(data: bytes) -> Status:
@@ -88,6 +99,15 @@ def parse_proportional(data: bytes) -> int:
     return (_kilobytes(anon) + _kilobytes(shmem)) * 1024
 
 
+def parse_uid(data: bytes) -> int:
+    """The real user of /proc/PID/status.
+
+    Raises:
+        ValueError: not the known layout.
+    """
+    return int(_field(data, b"\nUid:").split(b"\t")[0])
+
+
 def _field(data: bytes, key: bytes) -> bytes:
     at = data.find(key)
     if at < 0:
@@ -118,6 +138,13 @@ def parse_statm(data: bytes) -> int:
     return (resident - shared) * _PAGE_BYTES
 
 
+def _parse_resident(data: bytes) -> int:
+    fields = data.split(None, 2)
+    if len(fields) < 2:
+        raise ValueError("too few fields")
+    return int(fields[1]) * _PAGE_BYTES
+
+
 def process_stat(pid: int, root: str = "/") -> Stat | None:
     """State and start time of a pid now; None when there is none or it cannot be read."""
     try:
@@ -132,12 +159,30 @@ def process_identity(pid: int, root: str = "/") -> Identity | None:
     return None if stat is None else Identity(pid, stat.start_ticks)
 
 
+def lineage(pid: int, root: str = "/") -> frozenset[int]:
+    """The pid and those of its ancestors, as far up as they can be seen."""
+    found: set[int] = set()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        stat = process_stat(pid, root)
+        pid = 0 if stat is None else stat.parent
+    return frozenset(found)
+
+
 def comm(pid: int, root: str = "/") -> str:
     """The short name of a process, ``""`` when it cannot be read."""
     try:
         return read_text(inside(root, f"proc/{pid}/comm"))
     except Unreadable:
         return ""
+
+
+def owner(pid: int) -> int | None:
+    """The effective user id of a process; None when there is none."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None
 
 
 def is_alive(identity: Identity, root: str = "/") -> bool:
@@ -172,12 +217,14 @@ class ProcessTable:
 
     Args:
         root: the folder that holds ``proc/``.
+        keep: keep the descriptors; for processes whose number nobody limits, do not.
     """
 
-    def __init__(self, root: str = "/") -> None:
+    def __init__(self, root: str = "/", *, keep: bool = True) -> None:
         self._root = root
-        self._keep = root == "/"
+        self._keep = keep and root == "/"
         self._files: dict[Identity, KernelFile] = {}
+        self._statm: dict[Identity, KernelFile] = {}
 
     def read(self, identity: Identity) -> ProcessReading:
         """Life and host bytes of one process; never raises."""
@@ -210,10 +257,30 @@ class ProcessTable:
             identity, True, reading, host_bytes=status.bytes, shmem_bytes=status.shmem
         )
 
+    def resident(self, identity: Identity) -> int:
+        """Bytes in memory now, file pages included; 0 once it is gone.
+
+        For a difference of two, at 3 us each: it is not asked whether the pid has a new owner.
+
+        Raises:
+            Unreadable: it shows no such figure.
+        """
+        file = self._statm.get(identity)
+        if file is None:
+            path = inside(self._root, f"proc/{identity.pid}/statm")
+            file = self._statm[identity] = KernelFile(path, keep=self._keep)
+        try:
+            return parsed(file.path, file.read(), _parse_resident)
+        except Unreadable as error:
+            if error.gone or error.absent:
+                return 0
+            raise
+
     def keep_only(self, identities: frozenset[Identity]) -> None:
         """Close what belongs to processes that nobody asks for any more."""
-        for identity in self._files.keys() - identities:
-            self._files.pop(identity).close()
+        for files in (self._files, self._statm):
+            for identity in files.keys() - identities:
+                files.pop(identity).close()
 
     def close(self) -> None:
         """Give every descriptor back."""
