@@ -20,10 +20,23 @@ class Clock(Protocol):
 class Probe(Protocol):
     """Reads the machine."""
 
-    def sample(self, processes: Collection[Identity], now_s: float) -> Snapshot:
-        """One look at the machine and at these processes.
+    def sample(
+        self,
+        processes: Collection[Identity],
+        now_s: float,
+        families: Mapping[Identity, Collection[Identity]],
+    ) -> Snapshot:
+        """One look at the machine and at these processes; ``families`` count as theirs.
 
         Never raises for a reading that fails: that reading is broken, the others hold.
+        """
+        ...
+
+    def glance(self, wanted: Collection[Identity | None]) -> Mapping[Identity | None, int]:
+        """One cheap figure of each of these processes, and of the machine (None), in bytes.
+
+        Of a process with its family of the last sample.  It grows with the memory they take and
+        is good for differences only.  Who cannot be read is left out.
         """
         ...
 
