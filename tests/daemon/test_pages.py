@@ -1,6 +1,7 @@
 """Account pages in the daemon's hands, and in those of a process that lies."""
 
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from umad.core.state import Member
 from umad.daemon.pages import Pages
 from umad.errors import ProbeError
 from umad.guard.page import ACCOUNT_OFFSETS, HEADER_OFFSETS, LINE_BYTES, AccountPage, AccountState
+from umad.host.notify import Notifier, PassedFd
+from umad.host.procs import process_identity
+from umad.host.store import boot_id
 from umad.units import MIB
 from umad.values import Identity, Worker
 
@@ -17,7 +21,7 @@ WHO = Identity(7, 700)
 
 @pytest.fixture
 def pages() -> Iterator[Pages]:
-    made = Pages(generation=3)
+    made = Pages(3, Notifier({}))
     yield made
     made.close()
 
@@ -87,8 +91,8 @@ def test_a_page_from_before_a_restart_is_adopted_as_it_is(pages: Pages) -> None:
     before = AccountPage.create(generation=2)
     before.open(4, 5 * MIB)
     sequence = before.read(4).sequence
-    pages.adopt(WHO, before.fd)
-    pages.adopt(WHO, before.fd)  # each of its workers brings it
+    assert pages.adopt(WHO, before.fd)
+    assert not pages.adopt(WHO, before.fd)  # each of its workers brings it
     assert pages.open(WHO, 4, 6 * MIB, again=True) == ""
     reading = before.read(4)
     assert (reading.limit, reading.sequence) == (6 * MIB, sequence)
@@ -98,6 +102,160 @@ def test_a_page_from_before_a_restart_is_adopted_as_it_is(pages: Pages) -> None:
     assert pages.open(WHO, 4, 6 * MIB, again=True) == ""
     assert before.read(4).sequence == sequence + 1
     before.close()
+
+
+# ------------------------------------------------------------- systemd's store
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """What systemd hears; ``NOTIFY_SOCKET`` names it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind("")
+        sock.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + sock.getsockname()[1:].decode())
+        yield sock
+
+
+@pytest.fixture
+def stored(manager: socket.socket) -> Iterator[Pages]:
+    notifier = Notifier(dict(os.environ))
+    made = Pages(3, notifier)
+    yield made
+    made.close()
+    notifier.close()
+
+
+def heard(manager: socket.socket) -> list[tuple[str, list[int]]]:
+    """Each message's words and the inodes that came with it."""
+    messages: list[tuple[str, list[int]]] = []
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(manager, 4096, 4)
+        except BlockingIOError:
+            return messages
+        inodes = [os.fstat(fd).st_ino for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        messages.append((data.decode(), inodes))
+
+
+def name_of(identity: Identity) -> str:
+    return f"page.{identity.pid}.{identity.start_ticks}.{boot_id()}"
+
+
+def me() -> Identity:
+    found = process_identity(os.getpid())
+    assert found is not None
+    return found
+
+
+def kept(name: str, page: AccountPage) -> PassedFd:
+    """What systemd hands to the next daemon: a descriptor of its own."""
+    return PassedFd(name, os.dup(page.fd))
+
+
+def test_systemd_keeps_each_page_until_its_process_is_gone(
+    manager: socket.socket, stored: Pages
+) -> None:
+    stored.open(WHO, 0, MIB, again=False)
+    stored.open(WHO, 1, MIB, again=False)
+    fd = stored.fd(WHO)
+    assert fd is not None
+    name = name_of(WHO)
+    assert heard(manager) == [(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [os.fstat(fd).st_ino])]
+    stored.drop(WHO)
+    assert heard(manager) == [(f"FDSTOREREMOVE=1\nFDNAME={name}", [])]
+    stored.open(WHO, 0, MIB, again=False)
+    heard(manager)
+    stored.close()  # the daemon ends, and the page is for the next one
+    assert heard(manager) == []
+
+
+def test_what_systemd_does_not_take_is_told_again(manager: socket.socket, stored: Pages) -> None:
+    clogging = Notifier(dict(os.environ))
+    while clogging.ready():
+        pass
+    clogging.close()
+    stored.open(WHO, 0, MIB, again=False)
+    stored.drop(WHO)
+    stored.open(WHO, 0, MIB, again=False)
+    assert all(words == "READY=1" for words, _ in heard(manager))
+    stored.settle()
+    words = [words.split("\n")[0] for words, _ in heard(manager)]
+    assert words == ["FDSTOREREMOVE=1", "FDSTORE=1"]
+    stored.settle()
+    assert heard(manager) == []
+
+
+def test_a_new_page_waits_until_the_old_one_of_its_name_is_forgotten(
+    manager: socket.socket, stored: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored.open(WHO, 0, MIB, again=False)
+    heard(manager)
+    with monkeypatch.context() as busy:
+        busy.setattr(Notifier, "remove_fd", lambda *_: False)
+        stored.drop(WHO)
+        stored.open(WHO, 0, MIB, again=False)
+        assert heard(manager) == []
+    stored.settle()
+    assert [words.split("=")[0] for words, _ in heard(manager)] == ["FDSTOREREMOVE", "FDSTORE"]
+
+
+def test_a_page_that_systemd_kept_is_found_again(manager: socket.socket, stored: Pages) -> None:
+    before = AccountPage.create(generation=2)
+    for slot, limit in ((0, 5 * MIB), (2, 7 * MIB), (4, 9 * MIB), (6, MIB), (8, MIB)):
+        before.open(slot, limit)
+    before.close_account(4)
+    before.free(6)
+    write(before.fd, line(2, "used"), MIB)
+    write(before.fd, line(8, "limit"), 1 << 60)  # no daemon wrote that
+    write(before.fd, HEADER_OFFSETS["guard"], 2, 4)
+    passed = kept(name_of(me()), before)
+    assert stored.take_back(passed) == me()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(passed.fd)
+    found = stored.found(me())
+    assert (found.limits, found.fenced, found.used) == (
+        {0: 5 * MIB, 2: 7 * MIB},
+        frozenset({4, 8}),
+        MIB,
+    )
+    assert stored.guarded(os.getpid())
+    assert before.generation == 3
+    stored.set_limit(me(), 0, 0)  # the same memory, not a copy
+    assert before.read(0).limit == 0
+    assert not stored.adopt(me(), before.fd)
+    assert heard(manager) == []  # systemd has it
+    before.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"page.{os.getpid()}.1.{boot_id()}",  # another process has this pid now
+        f"page.{me().pid}.{me().start_ticks}.{'0' * 32}",  # of another boot
+        "page.7",
+        "page.",
+    ],
+)
+def test_a_page_of_nobody_is_forgotten(manager: socket.socket, stored: Pages, name: str) -> None:
+    before = AccountPage.create(generation=2)
+    with pytest.raises(ProbeError):
+        stored.take_back(kept(name, before))
+    assert heard(manager) == [(f"FDSTOREREMOVE=1\nFDNAME={name}", [])]
+    assert before.generation == 2
+    before.close()
+
+
+def test_what_was_kept_and_is_no_page_is_forgotten(manager: socket.socket, stored: Pages) -> None:
+    unsealed = os.memfd_create("x")
+    os.ftruncate(unsealed, 4096)
+    with pytest.raises(ProbeError, match="not sealed"):
+        stored.take_back(PassedFd(name_of(me()), unsealed))
+    assert [words for words, _ in heard(manager)] == [f"FDSTOREREMOVE=1\nFDNAME={name_of(me())}"]
+    stored.open(me(), 0, MIB, again=False)  # and the process gets a new one, which is kept
+    assert len(heard(manager)) == 1
 
 
 def test_what_is_no_page_is_refused(pages: Pages) -> None:

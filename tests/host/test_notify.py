@@ -72,6 +72,21 @@ def test_pings_only_where_they_are_asked_for(manager, usec, pid, period_s):
     notifier.close()
 
 
+def test_systemd_keeps_a_descriptor_and_forgets_it(manager, tmp_path):
+    sock, address = manager
+    notifier = Notifier({"NOTIFY_SOCKET": address})
+    kept = tmp_path / "kept"
+    with kept.open("w") as file:
+        assert notifier.store_fd("page.7.700.ab", file.fileno())
+    data, fds, _, _ = socket.recv_fds(sock, 4096, 4)
+    assert data.decode() == "FDSTORE=1\nFDNAME=page.7.700.ab\nFDPOLL=0"
+    assert [os.fstat(fd).st_ino for fd in fds] == [kept.stat().st_ino]
+    os.close(fds[0])
+    assert notifier.remove_fd("page.7.700.ab")
+    assert received(sock) == ["FDSTOREREMOVE=1\nFDNAME=page.7.700.ab"]
+    notifier.close()
+
+
 def test_an_address_where_nobody_listens_stops_nobody():
     notifier = Notifier({"NOTIFY_SOCKET": "/nowhere/x"})
     assert not notifier.ready()
@@ -85,6 +100,8 @@ def test_without_systemd_nothing_happens(environ):
     assert notifier.watchdog_period_s is None
     assert notifier.ready()
     notifier.watchdog()
+    assert notifier.store_fd("page", 0)
+    assert notifier.remove_fd("page")
     notifier.stopping()
     notifier.close()
     notifier.close()
@@ -130,24 +147,29 @@ def test_no_sockets_are_taken_that_are_not_ours(environ):
     assert environ == {}
 
 
-def test_sockets_of_socket_activation(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("a.socket:page.7", ("a.socket", "page.7")), ("a", ("a", "")), ("a:b:c", ("a", "b"))],
+)
+def test_what_systemd_hands_over(names, expected):
     """In a process of its own, since descriptors 3 and 4 are in use in this one."""
     code = (
         "import os\n"
         "from umad.host.notify import listen_fds\n"
         "os.environ['LISTEN_PID'] = str(os.getpid())\n"
         "fds = listen_fds()\n"
-        "print(fds, [os.get_inheritable(fd) for fd in fds],"
+        "print([tuple(one) for one in fds], [os.get_inheritable(fd) for _, fd in fds],"
         " [name for name in os.environ if name.startswith('LISTEN')])\n"
     )
     with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
         shell = f'exec {sys.executable} -c "$CODE" 3<&{one.fileno()} 4<&{two.fileno()}'
         done = subprocess.run(
             ["bash", "-c", shell],
-            env={**os.environ, "CODE": code, "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b"},
+            env={**os.environ, "CODE": code, "LISTEN_FDS": "2", "LISTEN_FDNAMES": names},
             pass_fds=[one.fileno(), two.fileno()],
             capture_output=True,
             text=True,
             check=True,
         )
-    assert done.stdout == "[3, 4] [False, False] []\n"
+    handed = list(zip(expected, (3, 4), strict=True))
+    assert done.stdout == f"{handed} [False, False] []\n"

@@ -18,9 +18,11 @@ SOCKET_MODE = 0o660
 
 
 class Listener:
-    """A bound socket and the lock that makes it the only one; ``close`` removes both."""
+    """A bound socket, its file where it has one, and the lock that makes it the only one there."""
 
-    def __init__(self, path: Path, sock: socket.socket, lock: int) -> None:
+    def __init__(
+        self, sock: socket.socket, path: Path | None = None, lock: int | None = None
+    ) -> None:
         self.socket = sock
         self._path = path
         self._lock = lock
@@ -28,8 +30,10 @@ class Listener:
     def close(self) -> None:
         """Stop listening and leave no file behind."""
         self.socket.close()
-        self._path.unlink(missing_ok=True)
-        os.close(self._lock)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def adopt(fds: list[int]) -> socket.socket:
@@ -72,7 +76,7 @@ def bind(path: Path, gid: int | None) -> Listener:
         raise ConfigError(f"another umad is running on {path}; stop it first") from error  # 1
     try:
         _make_way(path)
-        return Listener(path, _bound(path, gid), lock)
+        return Listener(_bound(path, gid), path, lock)
     except BaseException:
         os.close(lock)
         raise

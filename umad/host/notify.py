@@ -1,7 +1,8 @@
-"""Talks to systemd: readiness, status, watchdog pings, and sockets handed over at the start.
+"""Talks to systemd: readiness, status, watchdog pings, and descriptors kept and handed over.
 
 Rules: without systemd every call does nothing; the variables are taken out of the environment,
 so that no child answers for the daemon; nothing here blocks.
+Source: sd_notify(3), sd_listen_fds(3), "File Descriptor Store" of systemd's documentation.
 Stays out: when to ping (after a finished tick of the loop, and only then).
 
 Why not the sdnotify package (0.3.2): it blocks when systemd's queue is full, leaks its socket
@@ -10,11 +11,12 @@ when nobody listens, drops every text that is not Latin-1, and swallows all exce
 
 import os
 import socket
+from array import array
 from collections.abc import MutableMapping
-from typing import Final
+from typing import Final, NamedTuple
 
 _LISTEN_FDS_START: Final = 3
-_LISTEN_FDS_MAX: Final = 64
+_LISTEN_FDS_MAX: Final = 4096
 
 
 class Notifier:
@@ -62,17 +64,36 @@ class Notifier:
         """The end has begun."""
         self._send("STOPPING=1")
 
+    def store_fd(self, name: str, fd: int) -> bool:
+        """Have systemd keep a copy of a descriptor and hand it to the next start by this name.
+
+        A descriptor that it has already is not kept twice.  ``name`` has at most 255 printable
+        ASCII characters and no colon.
+
+        Returns:
+            False when systemd is there and has not taken it: say it again.
+        """
+        # Not watched: what can hang up would be dropped from the store at that moment.
+        return self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fd)
+
+    def remove_fd(self, name: str) -> bool:
+        """Have systemd close what it keeps by this name; the result is that of ``store_fd``."""
+        return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
     def close(self) -> None:
         """Give the socket back."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _send(self, state: str) -> bool:
+    def _send(self, state: str, *fds: int) -> bool:
         if self._socket is None:
             return True
         try:
-            self._socket.sendto(state.encode(), self._address)
+            # Not socket.send_fds: up to Python 3.12 it forgets the address.
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))
+            ancillary = [rights] if fds else []
+            self._socket.sendmsg([state.encode()], ancillary, 0, self._address)
         except OSError:  # its queue is full, or it is gone; the next ping says as much
             return False
         return True
@@ -91,17 +112,25 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def listen_fds(environ: MutableMapping[str, str] = os.environ) -> list[int]:
-    """The listening sockets that systemd opened for this process; empty without activation.
+class PassedFd(NamedTuple):
+    """A descriptor that systemd handed over: a socket's unit, or the name it was stored by."""
+
+    name: str
+    fd: int
+
+
+def listen_fds(environ: MutableMapping[str, str] = os.environ) -> list[PassedFd]:
+    """What systemd opened or kept for this process; empty without it.
 
     The descriptors are set close-on-exec and LISTEN_PID, LISTEN_FDS, LISTEN_FDNAMES removed.
     """
     pid = environ.pop("LISTEN_PID", "")
     count = environ.pop("LISTEN_FDS", "")
-    environ.pop("LISTEN_FDNAMES", None)
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not (count.isascii() and count.isdigit()):
         return []
-    fds = list(range(_LISTEN_FDS_START, _LISTEN_FDS_START + min(int(count), _LISTEN_FDS_MAX)))
+    fds = range(_LISTEN_FDS_START, _LISTEN_FDS_START + min(int(count), _LISTEN_FDS_MAX))
     for fd in fds:
         os.set_inheritable(fd, False)
-    return fds
+    names += [""] * (len(fds) - len(names))
+    return [PassedFd(name, fd) for name, fd in zip(names, fds, strict=False)]

@@ -2,7 +2,8 @@
 
 Rules: it rises with every start, whatever became of the file; it lives in the runtime folder, a
 tmpfs, because a reboot ends every client as well.
-Stays out: the books, which clients bring back themselves.
+Stays out: the books, which clients bring back themselves, and the account pages
+(daemon/pages.py).
 """
 
 import os
@@ -12,10 +13,21 @@ from pathlib import Path
 from typing import Final
 
 from umad.errors import ProbeError
-from umad.host.files import Unreadable, parse_decimal, read_as
+from umad.host.files import Unreadable, inside, parse_decimal, read_as, read_text
 
 _NAME: Final = "generation"
 _GENERATION_MAX: Final = (1 << 53) - 1  # a JSON or float reader must not round it
+
+
+def boot_id(root: str = "/") -> str:
+    """This boot's own number, 32 hexadecimal digits; "" where the kernel does not say.
+
+    Pids and start times begin anew with every boot, this does not come again.
+    """
+    try:
+        return read_text(inside(root, "proc/sys/kernel/random/boot_id")).strip().replace("-", "")
+    except Unreadable:
+        return ""
 
 
 def next_generation(runtime_dir: Path) -> tuple[int, bool]:

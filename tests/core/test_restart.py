@@ -1,0 +1,160 @@
+"""Account pages that a restarted daemon finds before, or with, the workers they belong to."""
+
+from typing import Any
+
+import pytest
+
+from tests.core.drive import Drive
+from tests.core.fakes import MB, engine, identity, process
+from umad.core.actions import Action, OpenAccount, SetLimit, Unwatch, Watch
+from umad.errors import QuotaDenied, Recovering, WorkerRevoked
+from umad.values import PageFigures
+
+# The budget is 2 GiB, 7 is the process whose page is found, 9 another one that asks for memory.
+BUDGET = 2048 * MB
+
+
+def of(actions: list[Action], kind: type) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+@pytest.fixture
+def drive() -> Drive:
+    """A daemon that has just started again; it waits for former workers until 2.5."""
+    made = Drive(engine(recovering_until_s=2.5))
+    made.connect(9)
+    made.call(9, "register", model="other", quota=BUDGET)
+    return made
+
+
+def find(
+    drive: Drive, limits: dict[int, int], *fenced: int, used: int = 0, held: int | None = 0
+) -> None:
+    page = PageFigures(limits, frozenset(fenced), used)
+    drive.last = drive.engine.found(identity(7), "engine", 0, page, process(7, held), drive.now_s)
+
+
+def after_recovery(drive: Drive, held: int = 0) -> None:
+    drive.now_s = 2.5
+    drive.look({7: held, 9: 0})
+
+
+def free(drive: Drive) -> int:
+    return int(drive.call(9, "status")["pools"][0]["free"])
+
+
+def test_what_the_guard_still_hands_out_is_granted_to_nobody(drive: Drive) -> None:
+    find(drive, {0: 1200 * MB, 3: 100 * MB, 5: 0}, used=1000 * MB, held=1500 * MB)
+    assert of(drive.last, Watch) == [Watch(identity(7))]
+    assert drive.event("page_found")["limit_bytes"] == 1300 * MB
+    drive.look({7: 1500 * MB, 9: 0})
+    assert isinstance(drive.refused(9, "reserve", worker=1, bytes=MB), Recovering)
+    after_recovery(drive, 1500 * MB)
+    assert free(drive) == BUDGET - 1300 * MB
+    denied = drive.refused(9, "reserve", worker=1, bytes=749 * MB)
+    assert isinstance(denied, QuotaDenied)
+    assert drive.call(9, "reserve", worker=1, bytes=748 * MB)["bytes"] == 748 * MB
+    [shown] = [one for one in drive.call(9, "status")["processes"] if one["pid"] == 7]
+    assert (shown["unclaimed"], shown["limit"]) == (1300 * MB, None)
+    assert shown["baseline"] == 500 * MB  # what no account is charged
+
+
+def test_its_unused_part_is_kept_free_in_the_machine_too(drive: Drive) -> None:
+    find(drive, {0: 1200 * MB}, used=1000 * MB, held=1500 * MB)
+    drive.now_s = 2.5
+    # 1 GiB of reserve, 300 MiB beyond it: of these, 200 are the account's.
+    drive.look({7: 1500 * MB, 9: 0}, safe=1324 * MB)
+    assert free(drive) == 100 * MB
+
+
+def test_a_reading_that_is_broken_keeps_more_free(drive: Drive) -> None:
+    find(drive, {0: 200 * MB}, used=100 * MB, held=None)
+    drive.now_s = 2.5
+    drive.look({7: None, 9: 0}, safe=1324 * MB)
+    assert free(drive) == 100 * MB
+
+
+def test_a_worker_that_comes_back_takes_its_account_and_no_other_can(drive: Drive) -> None:
+    find(drive, {0: 300 * MB, 1: 200 * MB}, used=400 * MB, held=450 * MB)
+    drive.connect(7)
+    drive.now_s = 2.0
+    new = drive.call(7, "register", model="new", quota=MB, guard=True)
+    assert new["account"] == 2
+    back = drive.call(
+        7, "register", model="a", quota=300 * MB, guard=True, account=0, held=250 * MB, baseline=50
+    )
+    assert back["account"] == 0
+    assert of(drive.last, OpenAccount)[0].again
+    after_recovery(drive, 450 * MB)
+    # 300 booked again, 200 still waited for; the new worker has not asked for its quota yet.
+    assert free(drive) == BUDGET - 500 * MB
+
+
+def test_a_process_that_is_half_back_is_not_over_its_limit(drive: Drive) -> None:
+    find(drive, {0: 300 * MB, 1: 200 * MB}, used=490 * MB, held=500 * MB)
+    drive.connect(7)
+    drive.call(
+        7, "register", model="a", quota=300 * MB, guard=True, account=0, held=290 * MB, baseline=0
+    )
+    drive.look({7: 490 * MB, 9: 0})
+    assert drive.events() == []
+
+
+def test_what_a_process_that_is_back_does_not_claim_is_taken_from_it(drive: Drive) -> None:
+    find(drive, {0: 300 * MB, 1: 200 * MB})
+    drive.connect(7)
+    drive.now_s = 2.0
+    drive.call(7, "register", model="a", quota=300 * MB, guard=True, account=0, held=MB)
+    after_recovery(drive)
+    assert "accounts_abandoned" not in drive.events()
+    drive.now_s = 3.5  # 1.5 s after the process came back
+    drive.look({7: 0, 9: 0})
+    assert of(drive.last, SetLimit) == [SetLimit(identity(7), 1, 0)]
+    assert drive.event("accounts_abandoned")["limit_bytes"] == 200 * MB
+    assert free(drive) == BUDGET - 300 * MB
+
+
+def test_a_process_that_stays_away_is_waited_for_no_longer_than_a_minute(drive: Drive) -> None:
+    find(drive, {0: 300 * MB})
+    drive.now_s = 60.9
+    drive.look({7: 0, 9: 0})
+    assert of(drive.last, SetLimit) == []
+    assert free(drive) == BUDGET - 300 * MB
+    drive.now_s = 61.0
+    drive.look({7: 0, 9: 0})
+    assert of(drive.last, SetLimit) == [SetLimit(identity(7), 0, 0)]
+    assert of(drive.last, Unwatch) == [Unwatch(identity(7))]
+    assert free(drive) == BUDGET
+
+
+def test_a_process_that_ends_gives_all_back(drive: Drive) -> None:
+    find(drive, {0: 300 * MB})
+    drive.exit(7)
+    after_recovery(drive)
+    assert free(drive) == BUDGET
+
+
+def test_a_worker_that_was_revoked_before_the_restart_stays_revoked(drive: Drive) -> None:
+    find(drive, {}, 0)
+    drive.connect(7)
+    again = {"model": "a", "quota": MB, "guard": True}
+    assert isinstance(drive.refused(7, "register", account=0, **again), WorkerRevoked)
+    # Under a new account it may begin anew; the old one's thread may still be there.
+    assert drive.call(7, "register", **again)["account"] == 1
+
+
+def test_a_page_that_comes_after_its_workers_changes_nothing(drive: Drive) -> None:
+    drive.connect(7)
+    drive.call(7, "register", model="a", quota=MB)
+    find(drive, {0: 300 * MB})
+    assert drive.last == []
+    after_recovery(drive)
+    assert free(drive) == BUDGET
+
+
+def test_accounts_keep_room_in_every_pool_since_nobody_knows_theirs(drive: Drive) -> None:
+    find(drive, {0: 300 * MB})
+    drive.look({7: 0, 9: 0})
+    [books] = [one for one in drive.engine.state.books() if one.identity == identity(7)]
+    assert books.by_pool == (("system", 300 * MB),)
+    assert drive.engine.state.unclaimed() == 300 * MB
