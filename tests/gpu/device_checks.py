@@ -4,7 +4,8 @@
 
 prints one line of JSON per check and ends with 1 when one of them failed.  It needs torch with
 CUDA or ROCm and umad's own files, no network, no other package (nvidia-ml-py is used where it
-is), about 3 GiB of device memory and about a minute.
+is), about 4 GiB of device memory and about two minutes.  The check ``engine`` is skipped where
+umad-serve is not installed with all it needs.
 """
 
 import gc
@@ -18,11 +19,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 
-from umad.errors import ConfigError, QuotaExceeded
+from umad.errors import ConfigError, QuotaExceeded, UmadError
 from umad.guard import device
 from umad.guard.device import DeviceQuota
 from umad.guard.page import AccountPage
@@ -61,17 +63,18 @@ def _page() -> AccountPage:
 
 def driver_used() -> int:
     """Bytes of the card in use: NVML's figure where it can be asked, else the driver's."""
-    try:
+    with suppress(ImportError):
         import pynvml
-    except ImportError:
-        free, total = torch.cuda.mem_get_info(CARD)
-        return total - free
-    pynvml.nvmlInit()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(CARD)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    finally:
-        pynvml.nvmlShutdown()
+
+        with suppress(pynvml.NVMLError):  # no such driver here: ROCm, Jetson
+            pynvml.nvmlInit()
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(CARD)
+                return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            finally:
+                pynvml.nvmlShutdown()
+    free, total = torch.cuda.mem_get_info(CARD)
+    return total - free
 
 
 def tensor(mib: int) -> torch.Tensor:
@@ -313,11 +316,21 @@ def check_exit() -> Figures:
     return {"ok": done.returncode == 0, "rc": done.returncode, "stderr": done.stderr[-300:]}
 
 
+def check_engine() -> Figures:
+    """The engine as umad-serve starts it, with a small Llama on the card: see engine_check."""
+    from tests.gpu import engine_check
+
+    if missing := engine_check.missing():
+        return {"ok": True, "skipped": f"not installed here: {', '.join(missing)}"}
+    return engine_check.figures(f"cuda:{CARD}")
+
+
 CHECKS: dict[str, Callable[[], Figures]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
         *(check_spin, check_refusal, check_neighbour, check_bytes_back, check_workspace),
         *(check_late_tensor, check_two_threads, check_closed, check_overhead, check_exit),
+        check_engine,
     )
 }
 
@@ -347,7 +360,7 @@ def main() -> int:
         started = time.perf_counter()
         try:
             figures = check()
-        except (RuntimeError, QuotaExceeded, ConfigError, TimeoutError) as error:
+        except (RuntimeError, UmadError, OSError, AssertionError, SubprocessError) as error:
             figures = {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
         failed += not figures["ok"]
         seconds = round(time.perf_counter() - started, 3)

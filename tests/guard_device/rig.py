@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 NATIVE = Path(__file__).parent / "native"
 CC = shutil.which("cc")
 MIB = 1 << 20
+Row = ctypes.c_uint * 4  # one value for each of the driver's devices
 STRICT = ("-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-fPIC")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guard_device.rig import MIB, Rig
+from tests.guard_device.rig import MIB, Rig, Row
 from umad.guard.page import SLOTS, AccountPage
 
 
@@ -277,3 +277,20 @@ def test_spin_scheduling_keeps_the_other_flags_and_the_current_device(card: Rig)
     card.fake("fail_flags", ctypes.c_int).value = 36
     assert card.library.spin(1) == 36
     assert card.driver_error == 0
+
+
+def test_peer_access_is_enabled_once_where_it_can_be(card: Rig) -> None:
+    peers = card.fake("peers", Row * 4)
+    assert [card.library.peer(1, 3), card.library.peer(1, 3)] == [0, 0]
+    assert (list(peers[1]), card.driver_error, card.current_device) == ([0, 0, 0, 1], 0, 0)
+    assert card.library.failures() == 0  # that it was enabled before is none
+    card.fake("can_access", ctypes.c_int).value = 0
+    assert card.library.peer(2, 3) == 0
+    assert list(peers[2]) == [0, 0, 0, 0]
+
+
+def test_a_peer_that_is_refused_or_does_not_exist_is_the_drivers_error(card: Rig) -> None:
+    card.fake("fail_peer", ctypes.c_int).value = 711
+    assert card.library.peer(0, 1) == 711
+    assert card.library.peer(0, 9) == 1
+    assert (card.driver_error, card.library.failures()) == (0, 2)

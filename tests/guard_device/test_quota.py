@@ -3,6 +3,7 @@
 What needs a GPU is in tests/gpu.
 """
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,9 @@ def test_rocm_wants_its_environment_from_the_launcher(
         device.prepare_device(0)
     monkeypatch.setattr(loaded.library, "runtime", lambda: b"hip")
     device.prepare_device(0)
+    loaded.fake("fail_peer", ctypes.c_int).value = 711
+    with pytest.raises(ConfigError, match=r"device 0 is refused access to device 1: .* error 711"):
+        device.prepare_device(0, [1])
     monkeypatch.setattr(loaded.library, "spin", lambda _: 36)
     with pytest.raises(ConfigError, match="driver error 36"):
         device.prepare_device(0)

@@ -76,9 +76,12 @@ def test_what_is_loaded_already_comes_before_what_is_newer(
 
 
 def test_without_a_driver_everything_is_refused(tmp_path: Path) -> None:
-    code = "answer(runtime=library.runtime(), block=alloc(MIB), spin=library.spin(0))"
+    code = (
+        "answer(runtime=library.runtime(), block=alloc(MIB), spin=library.spin(0),"
+        "peer=library.peer(0, 1))"
+    )
     said = python(code, UMAD_DEVICE_RUNTIME=str(tmp_path / "libcudart.so.12"))
-    assert said == {"runtime": None, "block": None, "spin": -38}
+    assert said == {"runtime": None, "block": None, "spin": -38, "peer": -38}
 
 
 def test_a_library_without_the_functions_is_no_driver(tmp_path: Path) -> None:

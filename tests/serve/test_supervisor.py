@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.client.conftest import Daemon
 from tests.serve.processes import ROOT, read_settings, scripted_command, write_config
@@ -32,6 +33,7 @@ def test_the_engines_environment():
         "UMAD_GUARD_OFF": 'serve.guard is "off"',
         "PATH": "/bin",
         "HSA_ENABLE_SDMA": "1",  # the user's own stands
+        "HSA_XNACK": "0",
         "MALLOC_TRIM_THRESHOLD_": "131072",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -104,6 +106,20 @@ def test_an_engine_that_keeps_dying_is_started_ever_more_rarely(monkeypatch):
         supervisor.stop()
         await supervision
         assert waits[:4] == [0.01, 0.02, 0.04, 0.04]
+
+    run(scenario())
+
+
+def test_a_setting_that_lets_pages_move_is_told_at_the_start():
+    async def scenario():
+        environment = engine_environment({"PATH": "/bin", "HSA_XNACK": "1"}, "off")
+        supervisor = Supervisor(EngineLink(make_settings()), ["/no/such/program"], environment)
+        supervisor.stop()
+        with capture_logs() as logs:
+            await supervisor.run()
+        assert [(line["event"], line["wanted"]) for line in logs] == [
+            ("engine.environment", "HSA_XNACK=0")
+        ]
 
     run(scenario())
 

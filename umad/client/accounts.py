@@ -8,6 +8,7 @@ daemon the client brings it back.  Where no guard is active everything here does
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from umad.errors import UmadError
@@ -23,6 +24,7 @@ class ProcessPage:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._page: AccountPage | None = None
+        self._attach: Callable[[int], None] = account.attach
         state = account.guard_state()
         self._active = state.active
         self.off = "" if state.active else os.environ.get(account.GUARD_OFF) or state.why
@@ -38,12 +40,29 @@ class ProcessPage:
         page = self._page
         return None if page is None else page.fd
 
+    def attach_with(self, attach: Callable[[int], None]) -> None:
+        """Have ``attach``, which attaches the guard too, bind this page and every later one.
+
+        For what charges the accounts beside the guard: an allocator for devices.
+
+        Args:
+            attach: given the page's descriptor, which stays ours; once more with the same page
+                it must do nothing, and where it raises all must be as before.
+
+        Raises:
+            UmadError: as ``attach`` raised it; nothing has changed.
+        """
+        with self._lock:
+            if self._page is not None:
+                attach(self._page.fd)
+            self._attach = attach
+
     def attach(self, fd: int) -> bool:
         """Attach the guard to the page behind ``fd``, which is closed; False when it cannot."""
         try:
             with self._lock:
                 page = AccountPage.from_fd(fd)
-                account.attach(fd)
+                self._attach(fd)
                 old, self._page = self._page, page
                 if old is not None:
                     old.close()
@@ -67,6 +86,11 @@ class ProcessPage:
         """How many allocations the guard has refused to an account."""
         page = self._page
         return 0 if page is None else page.read(slot).refused
+
+    def requested(self, slot: int) -> int:
+        """Bytes that the last allocation asked for which the guard refused to an account."""
+        page = self._page
+        return 0 if page is None else page.read(slot).requested
 
 
 process_page: Final = ProcessPage()

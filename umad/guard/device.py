@@ -17,6 +17,7 @@ What it cannot do; none of it has been run on a GPU yet (``tests/gpu``):
   Threads that it starts, autograd's among them, allocate from torch's common pool, uncharged; so
   do libraries that call the driver themselves, CUDA contexts (hundreds of MiB) and pinned memory.
 - While any pool is in use torch defers blocks that other streams still use (pytorch #175015).
+- transformers reads weights in threads of its own, unless HF_DEACTIVATE_ASYNC_LOAD is set.
 - A running kernel cannot be stopped from a thread, and device pages cannot be taken away under it.
   Forced return on a device is: refuse, and fence the worker; or ``isolation = "process"``.
 """
@@ -27,7 +28,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,8 @@ LIBRARY: Final = FOLDER / "libumaddevice.so"
 # XNACK turns page migration on; SDMA picks the copy engines.  HSA reads both once, maybe before
 # torch is asked anything, so they are the launcher's to set.
 HIP_ENVIRONMENT: Final = {"HSA_XNACK": "0", "HSA_ENABLE_SDMA": "0"}
+OFF: Final = "device quotas: off, "
+"""How a ``ConfigError`` begins that says why there are none; the reason follows."""
 _ALLOC_CONF: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -95,6 +98,7 @@ class Library:
         self.runtime.restype = ctypes.c_char_p
         self.attach = slow.umad_device_attach
         self.spin = slow.umad_device_spin
+        self.peer = slow.umad_device_peer
         self._account = quick.umad_device_account
         self._account.argtypes = [ctypes.c_int, ctypes.c_char_p]
 
@@ -114,11 +118,11 @@ def library() -> Library:
         ConfigError: it was not built, or this system's loader cannot use it.
     """
     if not LIBRARY.is_file():
-        raise ConfigError("device quotas: off, the device allocator was not built (no C compiler?)")
+        raise ConfigError(f"{OFF}the device allocator was not built (no C compiler?)")
     try:
         return Library(LIBRARY)
     except OSError as error:
-        raise ConfigError(f"device quotas: off, {error}") from error
+        raise ConfigError(f"{OFF}{error}") from error
 
 
 def attach(fd: int) -> None:
@@ -132,33 +136,59 @@ def attach(fd: int) -> None:
     """
     result = library().attach(fd)
     if result != 0:
-        raise ConfigError(f"device quotas: off, {page.describe(result)}")
+        raise ConfigError(f"{OFF}{page.describe(result)}")
 
 
-def prepare_device(device: int) -> None:
+def unsettled(environment: Mapping[str, str]) -> str:
+    """What has to be set, beyond ``environment``, for pages to stay where they were put (ROCm).
+
+    Returns:
+        ``NAME=value`` for each, with blanks between; empty when all is well.
+    """
+    wrong = {k: v for k, v in HIP_ENVIRONMENT.items() if environment.get(k) != v}
+    return " ".join(f"{name}={value}" for name, value in wrong.items())
+
+
+def prepare_device(device: int, peers: Iterable[int] = ()) -> None:
     """Set a device to what umad needs; call it under the init mutex, before the device's first use.
 
     Checks that pages stay where they were put (ROCm), and has threads that wait for the device
-    spin: the answer is there sooner, and each of them keeps a core busy meanwhile.
+    spin: the answer is there sooner, and each of them keeps a core busy meanwhile.  The driver
+    enables access between devices while all of them stand still, so that is done here too.
 
     Args:
         device: index, as in ``cuda:0``.
+        peers: indices of devices that were prepared before; it and they may read each other.
 
     Raises:
         ConfigError: torch has no GPU here, the library is missing, or the driver refused.
         PreflightError: on ROCm, the environment is not ``HIP_ENVIRONMENT``.
     """
     torch = _import_torch()
-    wrong = {k: v for k, v in HIP_ENVIRONMENT.items() if os.environ.get(k) != v}
-    if torch.version.hip and wrong:
+    if torch.version.hip and (wanted := unsettled(os.environ)):
         raise PreflightError(
-            "set this in the environment of umad-serve before it starts: "
-            + " ".join(f"{name}={value}" for name, value in wrong.items())
+            f"set this in the environment of umad-serve before it starts: {wanted}"
         )
     _require_device(torch)
     failed = library().spin(device)
     if failed != 0:
         raise ConfigError(f"device {device} does not take spin scheduling: driver error {failed}")
+    for peer in peers:
+        for one, other in ((device, peer), (peer, device)):
+            failed = library().peer(one, other)
+            if failed != 0:
+                raise ConfigError(
+                    f"device {one} is refused access to device {other}: driver error {failed}"
+                )
+
+
+def prepare_pools() -> None:
+    """Make the allocator that torch's pools will call, so that ``use`` finds nothing to refuse.
+
+    Raises:
+        ConfigError: torch has no GPU here, is too old or set to what excludes pools.
+    """
+    _allocator(_import_torch())
 
 
 class DeviceQuota:
@@ -295,7 +325,7 @@ class DeviceQuota:
     def _reading(self) -> page.AccountReading:
         reading = library().reading(self.slot)
         if reading is None:
-            raise ConfigError("device quotas: off, no account page is attached")
+            raise ConfigError(f"{OFF}no account page is attached")
         return reading
 
     def _take_pool(self, torch: Any) -> tuple[Any, int]:
@@ -336,7 +366,7 @@ def _import_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise ConfigError(f"device quotas: off, torch cannot be imported: {error}") from error
+        raise ConfigError(f"{OFF}torch cannot be imported: {error}") from error
     return torch
 
 
@@ -347,20 +377,20 @@ def _version(torch: Any) -> tuple[int, int]:
 
 def _require_device(torch: Any) -> None:
     if not torch.cuda.is_available():
-        raise ConfigError(f"device quotas: off, torch {torch.__version__} sees no CUDA or ROCm GPU")
+        raise ConfigError(f"{OFF}torch {torch.__version__} sees no CUDA or ROCm GPU")
     wanted, found = b"hip" if torch.version.hip else b"cuda", library().runtime()
     if found != wanted:  # one that torch does not use would hand out another driver's addresses
         raise ConfigError(
-            f"device quotas: off, torch wants {wanted.decode()}, and the library that was found "
+            f"{OFF}torch wants {wanted.decode()}, and the library that was found "
             f"is {found.decode() if found else 'none'} (libcudart.so.12, libamdhip64.so.6, ...)"
         )
 
 
 def _require_pools(torch: Any) -> None:
     if _version(torch) < (2, 8):  # the first with pools of a thread's own (pytorch #153356)
-        raise ConfigError(f"device quotas: off, they need torch 2.8, this is {torch.__version__}")
+        raise ConfigError(f"{OFF}they need torch 2.8, this is {torch.__version__}")
     if torch.cuda.get_allocator_backend() != "native":
-        raise ConfigError("device quotas: off, torch's allocator backend must be 'native'")
+        raise ConfigError(f"{OFF}torch's allocator backend must be 'native'")
     for name in _ALLOC_CONF:
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            raise ConfigError(f"device quotas: off, {name} sets expandable_segments")
+            raise ConfigError(f"{OFF}{name} sets expandable_segments")

@@ -18,6 +18,7 @@ from typing import Final
 import structlog
 
 from umad.errors import ConfigError
+from umad.guard import device
 from umad.guard.account import GUARD_OFF
 from umad.guard.preload import launch_environment
 from umad.serve.link import EngineLink, ModelState
@@ -31,7 +32,9 @@ HOLD_MAX_S: Final = 300.0
 # What the engine's libraries read at import; a user's own value stands.
 _DEFAULTS: Final = {
     "MALLOC_TRIM_THRESHOLD_": "131072",  # freed memory goes back to the kernel, and to the books
-    "HSA_ENABLE_SDMA": "0",  # SDMA copies hang on APUs of the gfx11 family
+    # On ROCm, for pages to stay where they were put, and since SDMA copies hang on APUs of the
+    # gfx11 family; nobody else reads them.
+    **device.HIP_ENVIRONMENT,
 }
 # What the engine's own rules depend on.
 _FIXED: Final = {
@@ -43,12 +46,15 @@ _FIXED: Final = {
 log = structlog.get_logger()
 
 
-def engine_environment(own: Mapping[str, str], guard: str) -> dict[str, str]:
+def engine_environment(
+    own: Mapping[str, str], guard: str, *, on_device: bool = False
+) -> dict[str, str]:
     """The engine's environment, with the guard preloaded where it can be.
 
     Args:
         own: the front's; what systemd means for the front alone is left out.
         guard: the setting: "auto", "required" or "off".
+        on_device: a model runs on a GPU.
 
     Raises:
         ConfigError: the guard is required and cannot be had; the message says why.
@@ -59,8 +65,11 @@ def engine_environment(own: Mapping[str, str], guard: str) -> dict[str, str]:
         if key != "NOTIFY_SOCKET" and not key.startswith(("WATCHDOG_", "LISTEN_"))
     }
     added, why = ({}, 'serve.guard is "off"') if guard == "off" else launch_environment(kept)
-    if why and guard == "required":
-        raise ConfigError(f'serve.guard is "required", but {why}')
+    without = why
+    if not why and on_device and not device.LIBRARY.is_file():
+        without = "the device allocator was not built (no C compiler?)"
+    if without and guard == "required":
+        raise ConfigError(f'serve.guard is "required", but {without}')
     return {**_DEFAULTS, **kept, **_FIXED, **added, GUARD_OFF: why}
 
 
@@ -93,6 +102,11 @@ class Supervisor:
     async def run(self) -> None:
         """Supervise until ``stop``; returns when the engine has ended."""
         backoff_s = BACKOFF_MIN_S
+        if wanted := device.unsettled({**_DEFAULTS, **self._environment}):
+            # The user's own stands: it harms nobody but models on ROCm, whose loads are refused.
+            log.warning(
+                "engine.environment", wanted=wanted, reason="pages may move between devices"
+            )
         now_s = asyncio.get_running_loop().time
         while not self._stopping.is_set():
             began_s = now_s()

@@ -17,7 +17,6 @@ the lifeline.  The children of a zygote that dies live on: nothing they need is 
 """
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from typing import Any, Final
 
 import structlog
 
-from umad.client.memory import give_back
+from umad.client.memory import settle
 from umad.errors import ModelFailed, UmadError
 from umad.serve import child, libraries, logs
 from umad.serve.booking import Booking
@@ -175,10 +174,7 @@ def main(arguments: list[str] | None = None, bring: Callable[[], Load] = librari
     def build() -> Load:
         load = bring()
         libraries.warm(model.path for model in settings.models if model.isolation == "process")
-        # Collected once and then left alone: a collection in a child must not touch, and so
-        # copy, every object that it shares with this process.
-        give_back()
-        gc.freeze()
+        settle()
         return load
 
     told: dict[str, Any] = {"ready": True}

@@ -8,10 +8,11 @@
 #define JOIN(a, b) JOIN_(a, b)
 #define API(name) JOIN(PREFIX, name)
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, DEVICES = 4 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, PEER_ALREADY_ENABLED = 704, DEVICES = 4 };
 
 _Atomic uint64_t fake_live, fake_high, fake_mallocs, fake_frees, fake_capacity = UINT64_MAX;
 _Atomic int fake_fail_malloc, fake_fail_free, fake_fail_flags, fake_malloc_device = -1;
+_Atomic int fake_can_access = 1, fake_fail_peer, fake_peers[DEVICES][DEVICES];
 _Atomic unsigned fake_flags[DEVICES] = {8, 8, 8, 8};
 _Thread_local int fake_device, fake_error;
 
@@ -84,5 +85,21 @@ int API(SetDeviceFlags)(unsigned flags) {
     if (fake_fail_flags)
         return answer(fake_fail_flags);
     fake_flags[fake_device] = flags;
+    return SUCCESS;
+}
+
+int API(DeviceCanAccessPeer)(int *can, int device, int peer) {
+    if (device < 0 || device >= DEVICES || peer < 0 || peer >= DEVICES)
+        return answer(INVALID_VALUE);
+    *can = device != peer && fake_can_access;
+    return SUCCESS;
+}
+
+int API(DeviceEnablePeerAccess)(int peer, unsigned flags) {
+    if (fake_fail_peer || flags)
+        return answer(fake_fail_peer ? fake_fail_peer : INVALID_VALUE);
+    if (fake_peers[fake_device][peer])
+        return answer(PEER_ALREADY_ENABLED);
+    fake_peers[fake_device][peer] = 1;
     return SUCCESS;
 }

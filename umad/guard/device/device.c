@@ -40,6 +40,7 @@ static _Thread_local token_t bound;
 static token_t (*guard_enter)(int);
 static void (*guard_leave)(token_t);
 static int (*guard_attach)(int);
+static void (*guard_charged)(int);
 
 /* Holds `page` and `page_file` still.  Readers charge and credit, the writer changes the page. */
 static pthread_rwlock_t switching = PTHREAD_RWLOCK_INITIALIZER;
@@ -144,6 +145,8 @@ static int charge(uint64_t bytes) {
     }
     if (slot != REFUSED)
         atomic_fetch_add(&held[slot + 1], bytes);
+    if (slot >= 0 && guard_charged)
+        guard_charged(slot);
     pthread_rwlock_unlock(&switching);
     return slot;
 }
@@ -335,6 +338,31 @@ EXPORT int umad_device_spin(int device) {
     return failed;
 }
 
+#define ALREADY_ENABLED 704 /* cudaErrorPeerAccessAlreadyEnabled, and HIP's of that name */
+
+static int enable_access(const struct driver *driver, void *peer) {
+    return driver->enable_access(*(int *)peer, 0);
+}
+
+/* `device` may read and write the memory of `peer`, where the two can at all.  Returns 0, the
+ * driver's error, or -ENOSYS. */
+EXPORT int umad_device_peer(int device, int peer) {
+    const struct driver *driver = find_driver();
+    if (!driver)
+        return -ENOSYS;
+    int can = 0;
+    int failed = driver->can_access(&can, device, peer);
+    if (!failed && can)
+        failed = run_on(driver, device, enable_access, &peer);
+    if (failed == ALREADY_ENABLED) {
+        driver->last_error(); /* no failure, but the driver keeps it as one */
+        failed = 0;
+    } else if (failed) {
+        forget_error(driver);
+    }
+    return failed;
+}
+
 /* A forked child has no account: what its exit frees must not be credited to its parent's. */
 static void in_child(void) {
     switching = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
@@ -348,5 +376,6 @@ __attribute__((constructor)) static void start(void) {
     find_function(RTLD_DEFAULT, "umad_guard_", "enter", &guard_enter);
     find_function(RTLD_DEFAULT, "umad_guard_", "leave", &guard_leave);
     find_function(RTLD_DEFAULT, "umad_guard_", "attach", &guard_attach);
+    find_function(RTLD_DEFAULT, "umad_guard_", "charged", &guard_charged);
     pthread_atfork(NULL, NULL, in_child);
 }

@@ -29,7 +29,9 @@ static bool use(void *library) {
             find_function(library, prefix, "GetDevice", &found.get_device) &&
             find_function(library, prefix, "SetDevice", &found.set_device) &&
             find_function(library, prefix, "GetDeviceFlags", &found.get_flags) &&
-            find_function(library, prefix, "SetDeviceFlags", &found.set_flags))
+            find_function(library, prefix, "SetDeviceFlags", &found.set_flags) &&
+            find_function(library, prefix, "DeviceCanAccessPeer", &found.can_access) &&
+            find_function(library, prefix, "DeviceEnablePeerAccess", &found.enable_access))
             return true;
     }
     return false;

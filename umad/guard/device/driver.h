@@ -14,6 +14,8 @@ struct driver {
     int (*set_device)(int);
     int (*get_flags)(unsigned *);
     int (*set_flags)(unsigned);
+    int (*can_access)(int *, int, int);
+    int (*enable_access)(int, unsigned);
 };
 
 /* NULL where neither can be loaded; sought once. */
