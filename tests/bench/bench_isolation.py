@@ -49,7 +49,7 @@ def run() -> list[Figure]:
     figures = []
     with tempfile.TemporaryDirectory(prefix="umad-") as folder:
         small = Path(folder) / "small"
-        _make(small)
+        make_small(small)
         for size, checkpoint in (("tiny", checkpoints() / "llama"), ("small", small)):
             seen = {isolation: Seen() for isolation in ISOLATIONS}
             _measure(Path(folder), size, checkpoint, seen)
@@ -198,7 +198,7 @@ def _ready_worker(running: Stack, name: str) -> dict[str, Any] | None:
     return None
 
 
-def _make(folder: Path) -> None:
+def make_small(folder: Path) -> None:
     """A Llama of about 100 MiB in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

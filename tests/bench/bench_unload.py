@@ -16,12 +16,15 @@ CODE = """
 import json, sys, time
 import torch
 from umad.client import connect
-from umad.client.memory import process_bytes
-from umad.serve.loader import load
+from umad.client.memory import process_bytes, settle
+from umad.serve.libraries import bring, warm
 
 class Box:
     pass
 
+load = bring()  # as the engine does it
+warm([sys.argv[2]])
+settle()
 client = connect(sys.argv[1])
 worker = client.worker("bench", quota="512MiB")
 shares, times, held = [], [], []
@@ -78,7 +81,9 @@ def run() -> list[Figure]:
             100 * max(shares),
             back >= 0.98,
         ),
-        at_most("unload", "time of an unload", [1000 * t for t in times], "ms", 200),
+        at_most(
+            "unload", "time of an unload, p99", [1000 * t for t in times], "ms", 200, share=0.99
+        ),
         Figure(
             "unload",
             f"growth of the process over {len(held)} loads and unloads",

@@ -301,6 +301,35 @@ def test_a_restart_of_the_daemon_rebuilds_its_books(daemon, client):
         assert (daemon.booked, daemon.leaked) == (0, 0)
 
 
+def test_who_was_revoked_before_a_restart_hears_of_it_and_does_not_come_again(
+    daemon, client, until
+):
+    def refuse(_):
+        raise WorkerRevoked("it was over its quota before the daemon restarted")
+
+    heard = []
+    worker = client.worker("m", quota=MIB, on_revoke=heard.append)
+    other = client.worker("other", quota=MIB)
+    daemon.handlers["register"] = refuse
+    daemon.stop()
+    daemon.start()
+    until(lambda: len(heard) == 1)
+    assert "before the daemon restarted" in heard[0]["reason"]
+    assert worker.revoked.is_set()
+    until(other.revoked.is_set)
+    with pytest.raises(WorkerRevoked, match="before the daemon restarted"):
+        worker.load(object)
+    del daemon.handlers["register"]
+    count = len(daemon.of("register"))
+    daemon.stop()
+    daemon.start()
+    daemon.wait(lambda: len(daemon.of("hello")) == 3)
+    until(lambda: client.connected)
+    client.call("ping")
+    assert len(daemon.of("register")) == count
+    assert len(heard) == 1
+
+
 def test_a_restart_in_the_middle_of_a_load_books_what_was_loaded(daemon, client):
     with client.worker("llama", quota="64MiB") as worker:
 

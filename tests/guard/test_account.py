@@ -58,6 +58,46 @@ answer(seen=seen)
     assert python(BLOCKS + code)["seen"] == [1, 1, 1, 1, 1, 1, 0, -1]
 
 
+def test_asyncio_hand_offs_keep_each_account_right() -> None:
+    """Tasks that take turns on one thread, calls on a pool's one thread, callbacks and timers."""
+    code = """
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+seen = {0: [], 1: []}
+blocks = []
+def take(slot):
+    seen[slot].append(current())
+    blocks.append(libc.malloc(2 * MIB))
+async def task(slot, pool, loop):
+    for _ in range(3):
+        with account(slot): take(slot)          # never across an await
+        await asyncio.sleep(0)                  # the other task's turn
+        seen[slot].append(current())
+        await loop.run_in_executor(pool, bind(slot, take), slot)
+        await asyncio.to_thread(bind(slot, take), slot)
+        loop.call_soon(bind(slot, take), slot)
+        done = asyncio.Event()
+        loop.call_later(0, done.set)
+        await done.wait()
+async def main():
+    loop = asyncio.get_running_loop()
+    with account(0):
+        pool = ThreadPoolExecutor(1)
+        await loop.run_in_executor(pool, lambda: None)  # its thread is born in account 0
+    await asyncio.gather(task(0, pool, loop), task(1, pool, loop))
+    outside = await loop.run_in_executor(None, current)
+    pool.shutdown()
+    return outside
+outside = asyncio.run(main())
+timer = threading.Timer(0, bind(1, take), [1]); timer.start(); timer.join()
+answer(seen=seen, used=[used(0), used(1)], outside=outside, here=current())
+"""
+    got = python(BLOCKS + code)
+    assert got["seen"] == {"0": [0, -1, 0, 0, 0] * 3, "1": [1, -1, 1, 1, 1] * 3 + [1]}
+    assert got["used"] == [24, 26]
+    assert (got["outside"], got["here"]) == (-1, -1)
+
+
 def test_a_generator_is_stepped_inside_and_consumed_outside() -> None:
     code = """
 inside, outside = [], []
@@ -135,6 +175,28 @@ answer(inside=inside, outside=outside, in_range=in_range, tensors=charged / MIB,
     assert 34 <= got["tensors"] < 38  # 32 and 5000 x 448 bytes in slabs
     assert 16 <= got["others"] < 24
     assert got["left"] < 8  # scratch memory that the matrix library keeps
+
+
+@pytest.mark.models
+def test_a_few_small_tensors_cost_the_pages_that_they_fill() -> None:
+    code = """
+page.open(0, 64 * MIB)
+with account(0):
+    kept = [torch.ones(16 * size) for size in range(1, 17)]  # of 16 sizes, each in its own slab
+    few = account_range(0).tensor_charged
+    more = [torch.ones(16) for _ in range(300)]
+    many = account_range(0).tensor_charged
+    del kept, more
+left = page.read(0)
+trim(0)
+answer(few=few // 4096, more=(many - few) // 4096, left=left.used,
+       trimmed=account_range(0).tensor_charged)
+"""
+    got = python(code, prelude=TORCH)
+    assert got["few"] == 16
+    assert got["more"] == 4  # 301 of 64 bytes
+    assert got["left"] > 0
+    assert got["trimmed"] == 0
 
 
 @pytest.mark.models

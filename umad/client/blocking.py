@@ -13,11 +13,12 @@ import select
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
+from umad.client import caches
 from umad.client.dial import dial, not_running
 from umad.client.link import Link
 from umad.client.mailbox import Ended, Hold, Mailbox, Undo
@@ -28,6 +29,7 @@ from umad.errors import (
     LeaseExpired,
     LeaseNotFound,
     UmadError,
+    WorkerRevoked,
 )
 from umad.values import SYSTEM_POOL
 from umad.wire.messages import PROTOCOL_VERSION, Notification
@@ -37,6 +39,7 @@ SOCKET_VARIABLE: Final = "UMAD_SOCKET"
 _PATIENCE_S: Final = 0.2  # how long a call waits for a reconnect that is under way
 _BACKOFF_MIN_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 1.0
+_SEGMENTS_EVERY_S: Final = 10.0
 _GONE: Final = (LeaseNotFound, LeaseExpired, Fenced)
 logger = logging.getLogger("umad.client")
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
@@ -84,6 +87,7 @@ class Client:
         self._closing = threading.Event()
         self._callbacks: defaultdict[str, list[Callback]] = defaultdict(list)
         self._workers: set[Worker] = set()
+        self._segments_due_s = 0.0
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
         self._problem: UmadError = DaemonUnavailable(not_running(path))
@@ -151,6 +155,7 @@ class Client:
         pin: bool = False,
         pool: str = SYSTEM_POOL,
         on_revoke: Callback | None = None,
+        on_recycle: Callback | None = None,
     ) -> Worker:
         """Register one model instance; use it in a ``with`` statement or ``close`` it.
 
@@ -164,6 +169,9 @@ class Client:
             pool: the pool of memory it lives in.
             on_revoke: runs in the listener thread with the daemon's reasons, when this worker
                 broke its quota and must stop.
+            on_recycle: runs there too, and only has to note it: the model is to be loaded
+                afresh, or its process started afresh, once it is idle (``recycle`` in
+                PROTOCOL.md).
 
         Raises:
             InvalidParams: a value is not of its kind.
@@ -181,8 +189,10 @@ class Client:
                 "priority": priority,
                 "pin": pin,
                 "thread": threading.get_native_id(),
+                "recycle": on_recycle is not None,
             },
             on_revoke,
+            on_recycle,
         )
         try:
             worker.bind(self.current_link())
@@ -193,6 +203,18 @@ class Client:
             self._workers.add(worker)
         self._mailbox.wake()  # the connection may have changed since
         return worker
+
+    def report_segments(self, *, at_once: bool = False) -> None:
+        """Tell the daemon how a device allocator's memory lies, every 10 s at most.
+
+        Nothing is told in a process that uses no device, or has no worker.
+        """
+        if not self._workers or (monotonic() < self._segments_due_s and not at_once):
+            return
+        self._segments_due_s = monotonic() + _SEGMENTS_EVERY_S
+        segments = caches.device_segments()
+        if segments is not None:
+            self.notify("segments", segments)
 
     def close(self) -> None:
         """End the connection; the daemon takes back what this client still holds."""
@@ -376,6 +398,13 @@ class Client:
                 worker.bind(link)
             except DaemonUnavailable:
                 return True  # the loss wakes us anyhow
+            except WorkerRevoked as error:  # before the daemon restarted: it is not to come back
+                self.forget(worker)
+                if not worker.revoked.is_set():
+                    told = {"reason": error.message, **error.details}
+                    worker.revoke(told)
+                    self._call([worker.on_revoke] if worker.on_revoke else [], told)
+                continue
             except UmadError as error:
                 logger.warning("worker %s was not taken back: %s", worker.name, error.message)
                 done = False
@@ -398,19 +427,29 @@ class Client:
                 logger.warning("%s was refused: %s", type(item).__name__.lower(), error.message)
 
     def _run_callbacks(self, link: Link, note: Notification) -> None:
+        if note.method == "shrink":
+            self._shrink()
         with self._lock:
             callbacks = list(self._callbacks.get(note.method, ()))
-            if note.method == "revoke":
-                callbacks += [
-                    worker.on_revoke
-                    for worker in self._workers
-                    if worker.on_revoke and worker.is_bound_to(link, note.params.get("worker"))
-                ]
+            for worker in self._workers:
+                own = {"revoke": worker.on_revoke, "recycle": worker.on_recycle}.get(note.method)
+                if own and worker.is_bound_to(link, note.params.get("worker")):
+                    callbacks.append(own)
+        self._call(callbacks, note.params)
+
+    def _shrink(self) -> None:
+        """Give back what is only kept warm, and say how the rest lies."""
+        with self._lock:
+            slots = [worker.account for worker in self._workers]
+        caches.release(slots)
+        self.report_segments(at_once=True)
+
+    def _call(self, callbacks: Iterable[Callback], params: dict[str, Any]) -> None:
         for callback in callbacks:
             try:
-                callback(note.params)
+                callback(params)
             except Exception:  # the user's code must not end the listener
-                logger.exception("a callback for %s failed", note.method)
+                logger.exception("a callback failed")
 
     def _on_notification(self, link: Link, note: Notification) -> None:
         if note.method == "revoke":  # at once; the callbacks can wait for the listener

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from umad.client.mailbox import Hold, leak
-from umad.client.memory import process_bytes
+from umad.client.meter import Start
 
 if TYPE_CHECKING:
     from umad.client.blocking import Client
@@ -59,12 +59,14 @@ class Forward:
     Attributes:
         tokens: reported afterwards; set it when it is known only then.
         batch: as above.
-        peak: bytes beyond the steady quota at most; by default what the process grew by when
-            ``bytes`` were asked for, else 0.
+        peak: the most bytes it held beyond what the worker held before it.  Set it where the
+            caller knows better (device memory that no guard counts); else it is measured.
+        exact: known when it has ended: whether ``peak`` is that, and what the next one of its
+            size would take; else it is only what was seen.
     """
 
-    __slots__ = ("_before", "_burst", "_bytes", "_predicted", "_running", "_start_s",
-                 "_wait_s", "_worker", "batch", "peak", "tokens")  # fmt: skip
+    __slots__ = ("_burst", "_bytes", "_predicted", "_running", "_start", "_start_s",
+                 "_wait_s", "_worker", "batch", "exact", "peak", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -80,19 +82,21 @@ class Forward:
         self._predicted = predicted
         self._wait_s = wait_s
         self._burst: Burst | None = None
-        self._before = 0
+        self._start: Start | None = None
         self.tokens = tokens
         self.batch = batch
         self.peak: int | None = None
+        self.exact = False
 
     def __enter__(self) -> Self:
         if self._bytes:
             self._burst = self._worker.admit(self._bytes, wait_s=self._wait_s)
-            self._before = process_bytes()
         else:
             self._worker.check_revoked()
+        self._worker.share_cores()
         self._running = self._worker.running()
         self._running.__enter__()
+        self._start = self._worker.meter.begin(self._worker.account, coarse=bool(self._bytes))
         self._start_s = perf_counter()
         return self
 
@@ -106,19 +110,25 @@ class Forward:
         try:
             self._running.__exit__(kind, error, trace)
         finally:
-            self._report(seconds)
+            self._report(seconds, whole=kind is None)
         if kind is None:
             self._worker.check_revoked()
 
-    def _report(self, seconds: float) -> None:
+    def _report(self, seconds: float, *, whole: bool) -> None:
         burst, self._burst = self._burst, None
+        assert self._start is not None, "a forward is left after it was entered"
+        took = self._worker.meter.end(self._start)
+        known = self.peak is not None or took.exact
+        first = whole and self._worker.meter.is_first(self.tokens * self.batch)
+        self.exact = whole and known and not first
         if self.peak is None:
-            self.peak = 0 if burst is None else max(process_bytes() - self._before, 0)
+            self.peak = max(took.bytes, self._predicted + 1) if took.refused else took.bytes
         report: dict[str, Any] = {
             "predicted": int(self._predicted),
             "peak": int(self.peak),
             "tokens": int(self.tokens),
             "batch": int(self.batch),
+            "exact": self.exact,
             "seconds": seconds,
         }
         if burst is None:

@@ -8,6 +8,7 @@ granted goes on.
 """
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +20,19 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from umad.client.accounts import process_page
 from umad.client.burst import Burst, Forward
+from umad.client.cores import cap_threads
 from umad.client.interrupt import Interruptible
 from umad.client.link import Link
 from umad.client.mailbox import Ended, Hold, leak
-from umad.client.memory import forget_frames, give_back, is_out_of_memory, process_bytes
+from umad.client.memory import (
+    drop_frames,
+    forget_frames,
+    give_back,
+    is_out_of_memory,
+    process_bytes,
+)
+from umad.client.meter import Meter
+from umad.client.prefault import prefault
 from umad.errors import (
     DaemonUnavailable,
     InvalidParams,
@@ -67,8 +77,10 @@ class Worker:
 
     Attributes:
         name: ``llama``, or ``llama/1`` for the second instance.
+        meter: measures its forwards since the load.
         revoked: set as soon as the daemon has told this worker to stop.
         on_revoke: what the listener calls after that.
+        on_recycle: what it calls when the model is to be loaded afresh.
     """
 
     def __init__(
@@ -76,6 +88,7 @@ class Worker:
         client: "Client",
         registration: Mapping[str, Any],
         on_revoke: Callable[[dict[str, Any]], None] | None,
+        on_recycle: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         sizes = {name: _size("register", name, registration[name]) for name in ("quota", "peak")}
         self._registration = check_params("register", {**registration, **sizes})
@@ -84,6 +97,8 @@ class Worker:
         self._baseline: int | None = None
         self._account: int | None = None
         self._interruptible = Interruptible()
+        self.meter = Meter()
+        self._computing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._foreign = False
         self._hold: Hold | None = None  # the loaded model's lease
         self._model: object = None  # only where it cannot be referenced weakly
@@ -93,6 +108,7 @@ class Worker:
         self.revoked = threading.Event()
         self._told: Mapping[str, Any] = {}
         self.on_revoke = on_revoke
+        self.on_recycle = on_recycle
 
     @property
     def account(self) -> int | None:
@@ -112,10 +128,15 @@ class Worker:
         return 0 if hold is None else hold.bytes
 
     @property
+    def account_bytes(self) -> int:
+        """What its account holds now; 0 without a guard."""
+        slot = self._account
+        return 0 if slot is None else process_page.used(slot)
+
+    @property
     def grown_bytes(self) -> int:
         """What its account holds beyond what the load was measured at; 0 without a guard."""
-        slot = self._account
-        return 0 if slot is None else max(0, process_page.used(slot) - self.held_bytes)
+        return max(0, self.account_bytes - self.held_bytes)
 
     def load(
         self,
@@ -144,14 +165,18 @@ class Worker:
         if self._live_hold() is not None:
             raise InvalidParams(f"worker {self.name} has a model; unload it first")
         self.check_revoked()
+        self.meter = Meter()
         binding = self._bound()
         size = self._registration["peak"] if peak is None else _size("reserve", "bytes", peak)
-        booking = _Booking(binding, self._reserve(binding, size, wait_s))
+        answer = self._reserve(binding, size, wait_s)
+        booking = _Booking(binding, _ticket(answer))
         try:
             fence = self._ask(binding, "init_lock", {"wait_s": wait_s})
             model: T | None = None
             try:
                 give_back(self._account)  # or the model moves into pages that were counted before
+                if answer is not None and answer.get("prefault", False):
+                    prefault(size, self.check_revoked)
                 before = self._holds()
                 with self.running():
                     model = loader()
@@ -211,8 +236,8 @@ class Worker:
 
         Args:
             bytes: what it needs beyond the steady quota; booked before it begins.
-            predicted: what the caller's cost model expected.
-            tokens: of the whole batch; may be set on the result as well.
+            predicted: what it was expected to take beyond what the worker holds, in bytes.
+            tokens: of one row, the padded length; may be set on the result as well.
             batch: rows; may be set on the result as well.
             wait_s: how long to queue for ``bytes``.
 
@@ -282,6 +307,19 @@ class Worker:
 
     # --- for the other parts of this package ---
 
+    def share_cores(self) -> None:
+        """Called at a forward: one thread computes on all cores, any other on one alone.
+
+        The one is the first that runs a forward, for as long as it lives.
+        """
+        here = threading.current_thread()
+        if here in self._computing:
+            return
+        with self._client.lock:
+            alone = any(thread.is_alive() for thread in self._computing)
+            self._computing.add(here)
+        cap_threads(1 if alone else len(os.sched_getaffinity(0)))
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """What this thread allocates meanwhile is the worker's; a revoke may interrupt it.
@@ -301,6 +339,7 @@ class Worker:
                 if not is_out_of_memory(error) or isinstance(error, QuotaExceeded):
                     raise
                 by_guard = slot is not None and process_page.refused(slot) > refused
+                drop_frames(error)
                 raise QuotaExceeded(
                     f"worker {self.name} "
                     + ("asked for more than its quota" if by_guard else "got no memory"),
@@ -458,8 +497,7 @@ class Worker:
         return process_bytes() if self._account is None else process_page.used(self._account)
 
     def _reserve(self, binding: Binding | None, size: int, wait_s: float) -> dict[str, Any] | None:
-        answer = self._ask(binding, "reserve", {"bytes": size, "wait_s": wait_s})
-        return answer and {"lease": answer["lease"], "token": answer["token"]}
+        return self._ask(binding, "reserve", {"bytes": size, "wait_s": wait_s})
 
     def _commit(self, booking: _Booking, measured: int) -> Hold:
         """Shrink the booking to what was measured."""
@@ -475,9 +513,8 @@ class Worker:
         # The daemon restarted while we loaded: the new one knows nothing of it.  Book what is
         # there; throwing away minutes of loading would help nobody.
         booking.binding, booking.lease = self._bound(client.timeout_s), None
-        booking.lease = self._reserve(
-            booking.binding, self._registration["quota"], client.timeout_s
-        )
+        quota = self._registration["quota"]
+        booking.lease = _ticket(self._reserve(booking.binding, quota, client.timeout_s))
         if booking.binding is None or booking.lease is None:
             return Hold(client.mailbox, 0, None, 0, measured)
         client.call_on(booking.binding.link, "commit", {**booking.lease, "measured": measured})
@@ -509,6 +546,11 @@ class Worker:
         if finalizer is not None and finalizer.detach() is None:
             return None  # the model was dropped: the mailbox has it
         return hold
+
+
+def _ticket(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What names a lease in later calls."""
+    return None if answer is None else {"lease": answer["lease"], "token": answer["token"]}
 
 
 def _size(method: str, name: str, value: int | str) -> int:

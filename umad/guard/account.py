@@ -70,6 +70,10 @@ class _Library:
         self.page_version = library.umad_guard_page_version
         self.info = library.umad_guard_info
         self.info.argtypes = [ctypes.c_int, ctypes.POINTER(_Info)]
+        self.mark = library.umad_guard_mark
+        self.mark.argtypes, self.mark.restype = [ctypes.c_int], ctypes.c_uint64
+        self.high = library.umad_guard_high
+        self.high.argtypes, self.high.restype = [ctypes.c_int], ctypes.c_uint64
         slow = ctypes.CDLL(None)  # these may take milliseconds
         self.attach = slow.umad_guard_attach
         self.trim = slow.umad_guard_trim
@@ -187,6 +191,19 @@ def trim(slot: int) -> None:
     """Give the freed blocks an account keeps warm back to the system; milliseconds."""
     if _library is not None:
         _library.trim(slot)
+
+
+def mark(slot: int) -> int:
+    """Have an account's high-water mark count anew; returns its bytes in live blocks now.
+
+    Those that are freed and kept warm are not among them; 0 without the guard.
+    """
+    return int(_library.mark(slot)) if _library is not None else 0
+
+
+def high(slot: int) -> int:
+    """The most bytes an account had in live blocks since ``mark``; 0 without the guard."""
+    return int(_library.high(slot)) if _library is not None else 0
 
 
 def account_range(slot: int) -> AccountRange | None:

@@ -29,8 +29,10 @@
 
 #include "guard.h"
 
+#ifndef SHIFT_WANTED    /* valgrind has room for less */
 #define SHIFT_WANTED 39 /* 512 GiB a range, 32 TiB in all: a quarter of what x86-64 has */
 #define SHIFT_LEAST 33
+#endif
 
 _Thread_local token_t current_token __attribute__((tls_model("initial-exec")));
 _Atomic uintptr_t ranges_base = UINTPTR_MAX, ranges_end;
@@ -131,7 +133,24 @@ bool charge(struct account *account, uint64_t bytes, uint32_t sequence) {
     while (used > peak && !__atomic_compare_exchange_n(&line->peak, &peak, used, true,
                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         ;
+    raise_high(account);
     return true;
+}
+
+/* Without what is kept warm: that goes before anybody is refused, so nobody needs it. */
+uint64_t live_bytes(struct account *account) {
+    uint64_t used = LOAD(line_of(account)->used);
+    uint64_t warm = atomic_load_explicit(&account->warm, memory_order_relaxed);
+    return used > warm ? used - warm : 0;
+}
+
+/* Two words are read one after the other: while another thread evicts a warm block, the figure may
+ * be too high by that block, never too low. */
+void raise_high(struct account *account) {
+    uint64_t live = live_bytes(account);
+    uint64_t high = atomic_load_explicit(&account->high, memory_order_relaxed);
+    while (live > high && !atomic_compare_exchange_weak(&account->high, &high, live))
+        ;
 }
 
 void uncharge(struct account *account, uint64_t bytes) {
@@ -237,6 +256,7 @@ static void set_account(uint32_t slot, char *base, char *meta, uint32_t page_shi
     meta = set_pool(account, OTHER_PAGE, base + 7 * eighth, eighth, meta, page_shift);
     account->slabs.account = account;
     account->slabs.base = base + 4 * eighth;
+    account->slabs.page = 1u << page_shift;
     account->slabs.capacity = (uint32_t)(eighth / SLAB_BYTES);
     account->slabs.top = account->slabs.high = 1;
     account->slabs.table = (struct slab *)meta;

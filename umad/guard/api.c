@@ -186,6 +186,26 @@ EXPORT void umad_guard_trim(int slot) {
         trim_warm(&accounts[slot], NULL, 0);
 }
 
+/* From now on the high-water mark counts anew; returns the bytes in live blocks of this moment. */
+EXPORT uint64_t umad_guard_mark(int slot) {
+    if (slot < 0 || slot >= (int)UMAD_PAGE_SLOTS)
+        return 0;
+    uint64_t live = live_bytes(&accounts[slot]);
+    atomic_store(&accounts[slot].high, live);
+    return live;
+}
+
+/* The most bytes that were in live blocks since the mark; what is kept warm is not among them. */
+EXPORT uint64_t umad_guard_high(int slot) {
+    return slot < 0 || slot >= (int)UMAD_PAGE_SLOTS ? 0 : atomic_load(&accounts[slot].high);
+}
+
+/* Somebody else has charged an account in the page: the allocator for devices. */
+EXPORT void umad_guard_charged(int slot) {
+    if (slot >= 0 && slot < (int)UMAD_PAGE_SLOTS)
+        raise_high(&accounts[slot]);
+}
+
 struct umad_guard_info {
     uint64_t base, bytes;               /* of the whole range */
     uint64_t tensor_base, tensor_bytes; /* the part that may be taken away */

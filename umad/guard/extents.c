@@ -296,6 +296,7 @@ struct grant pool_take(struct pool *pool, size_t size, size_t alignment, uint32_
             uint32_t skip = -at & mask;
             cut_warm(pool, at, skip, len);
             warm_add(pool->account, -(int64_t)bytes_of(pool, len));
+            raise_high(pool->account);
             grant.block = address_of(pool, at + skip);
             grant.clean_from = grant.clean_to = grant.block;
         } else {
@@ -382,6 +383,7 @@ bool pool_grow(struct pool *pool, char *block, size_t size, uint32_t sequence) {
         } else if (table[next].state == WARM && table[next].len >= more) {
             cut_warm(pool, next, 0, more);
             warm_add(pool->account, -(int64_t)bytes_of(pool, more));
+            raise_high(pool->account);
             done = true;
         } else if (table[next].state == CLEAN && table[next].len >= more &&
                    charge_here(pool, new_bytes(pool, next, more), sequence)) {

@@ -111,6 +111,7 @@ struct slabs {
     char *base;
     struct slab *table;
     uint32_t capacity, top, vacant; /* vacant: list of slabs without pages */
+    uint32_t page;                  /* bytes */
     uint32_t partial[32];
     _Atomic uint64_t charged;
     _Atomic uint32_t high;
@@ -122,6 +123,7 @@ struct account {
     struct pool pool[POOLS];
     struct slabs slabs;
     _Atomic uint64_t warm;
+    _Atomic uint64_t high; /* the most bytes in live blocks since umad_guard_mark */
     /* The sequence under which threads may enter.  It changes only under `sweep`, so no block of a
      * newly opened account exists while a sweep of the old one is still running. */
     lock_t sweep;
@@ -176,6 +178,8 @@ bool charge(struct account *account, uint64_t bytes, uint32_t sequence);
 void uncharge(struct account *account, uint64_t bytes);
 bool permitted(struct account *account, uint32_t sequence);
 void warm_add(struct account *account, int64_t bytes);
+uint64_t live_bytes(struct account *account);
+void raise_high(struct account *account);
 void trim_warm(struct account *account, struct pool *first, uint64_t keep);
 void refuse(struct account *account, size_t size);
 void give_pages(char *from, size_t bytes);

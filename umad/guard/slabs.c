@@ -2,7 +2,8 @@
  *
  * Small tensors have a home of their own because "a slow leak of small ones" must end in a refusal
  * of the model that leaks: only an address can tell whose block is freed by another thread.  A slab
- * is charged whole when it is taken and given back whole when its last block goes, but for one
+ * is filled from its start and charged page by page as far as it was ever filled, for most of a
+ * size's only slab is never reached.  It is given back whole when its last block goes, but for one
  * empty slab per size that is kept until a trim.  Which blocks are free is in a bitmap outside, so
  * that a sweep, which zeroes the pages, breaks no list.
  */
@@ -14,6 +15,7 @@
 struct slab {
     uint32_t prev, next; /* in its class's list of partial slabs, or the list of vacant ones */
     uint16_t kind, live, capacity, size_steps;
+    uint32_t charged; /* bytes from its start, in whole pages */
     uint64_t free[SLAB_BYTES / STEP / 64];
 };
 
@@ -55,11 +57,10 @@ static void list_remove(struct slabs *slabs, uint32_t at) {
         slabs->partial[slab->kind] = slab->next;
 }
 
-static uint32_t open_slab(struct slabs *slabs, unsigned kind, uint32_t sequence) {
+static uint32_t open_slab(struct slabs *slabs, unsigned kind) {
     uint32_t at = slabs->vacant ? slabs->vacant : slabs->top;
-    if (at >= slabs->capacity || !charge(slabs->account, SLAB_BYTES, sequence))
+    if (at >= slabs->capacity)
         return 0;
-    atomic_fetch_add_explicit(&slabs->charged, SLAB_BYTES, memory_order_relaxed);
     struct slab *slab = &slabs->table[at];
     if (slabs->vacant) {
         slabs->vacant = slab->next;
@@ -71,6 +72,7 @@ static uint32_t open_slab(struct slabs *slabs, unsigned kind, uint32_t sequence)
     slab->size_steps = (uint16_t)steps_of(kind);
     slab->capacity = (uint16_t)(SLAB_BYTES / STEP / slab->size_steps);
     slab->live = 0;
+    slab->charged = 0;
     for (unsigned word = 0; word < SLAB_BYTES / STEP / 64; word++) {
         unsigned left = slab->capacity > word * 64 ? slab->capacity - word * 64 : 0;
         slab->free[word] = left >= 64 ? ~0ull : (1ull << left) - 1;
@@ -82,12 +84,24 @@ static uint32_t open_slab(struct slabs *slabs, unsigned kind, uint32_t sequence)
 static void close_slab(struct slabs *slabs, uint32_t at) {
     struct slab *slab = &slabs->table[at];
     list_remove(slabs, at);
-    give_pages(slabs->base + (size_t)at * SLAB_BYTES, SLAB_BYTES);
+    give_pages(slabs->base + (size_t)at * SLAB_BYTES, slab->charged);
     slab->size_steps = 0;
     slab->next = slabs->vacant;
     slabs->vacant = at;
-    atomic_fetch_sub_explicit(&slabs->charged, SLAB_BYTES, memory_order_relaxed);
-    uncharge(slabs->account, SLAB_BYTES);
+    atomic_fetch_sub_explicit(&slabs->charged, slab->charged, memory_order_relaxed);
+    uncharge(slabs->account, slab->charged);
+}
+
+/* Charges the slab up to `end`, the end of a block; false: refused, and nothing has changed. */
+static bool reach(struct slabs *slabs, struct slab *slab, uint32_t end, uint32_t sequence) {
+    if (LIKELY(end <= slab->charged))
+        return true;
+    uint32_t more = ((end + slabs->page - 1) & ~(slabs->page - 1)) - slab->charged;
+    if (!charge(slabs->account, more, sequence))
+        return false;
+    slab->charged += more;
+    atomic_fetch_add_explicit(&slabs->charged, more, memory_order_relaxed);
+    return true;
 }
 
 void *slab_take(struct slabs *slabs, size_t size, uint32_t sequence) {
@@ -95,18 +109,21 @@ void *slab_take(struct slabs *slabs, size_t size, uint32_t sequence) {
     char *block = NULL;
     lock_take(&slabs->lock);
     uint32_t at = slabs->partial[kind];
-    if (LIKELY(permitted(slabs->account, sequence)) &&
-        (at || (at = open_slab(slabs, kind, sequence)))) {
+    if (LIKELY(permitted(slabs->account, sequence)) && (at || (at = open_slab(slabs, kind)))) {
         struct slab *slab = &slabs->table[at];
         unsigned word = 0;
         while (!slab->free[word])
             word++;
-        unsigned bit = (unsigned)__builtin_ctzll(slab->free[word]);
-        slab->free[word] &= slab->free[word] - 1;
-        if (++slab->live == slab->capacity)
-            list_remove(slabs, at);
-        block = slabs->base + (size_t)at * SLAB_BYTES +
-                (size_t)(word * 64 + bit) * slab->size_steps * STEP;
+        uint32_t index = word * 64 + (uint32_t)__builtin_ctzll(slab->free[word]);
+        uint32_t bytes = slab->size_steps * STEP;
+        if (reach(slabs, slab, (index + 1) * bytes, sequence)) {
+            slab->free[word] &= slab->free[word] - 1;
+            if (++slab->live == slab->capacity)
+                list_remove(slabs, at);
+            block = slabs->base + (size_t)at * SLAB_BYTES + (size_t)index * bytes;
+        } else if (!slab->live) {
+            close_slab(slabs, at);
+        }
     }
     lock_drop(&slabs->lock);
     return block;
