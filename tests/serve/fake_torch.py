@@ -112,7 +112,7 @@ def module(*, version: str = "2.13.0", hip: str | None = None, available: bool =
     torch: Any = ModuleType("torch")
     torch.__version__ = version
     torch.version = SimpleNamespace(hip=hip)
-    torch.set_num_threads = lambda _: None
+    torch.get_num_threads, torch.set_num_threads = lambda: 1, lambda _: None
     torch._C = SimpleNamespace(_cuda_clearCublasWorkspaces=lambda: None)
     torch.cuda = SimpleNamespace(
         is_available=lambda: available,

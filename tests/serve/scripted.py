@@ -29,6 +29,9 @@ class Scripted:
     def bytes_needed(self, job: Mapping[str, Any]) -> int:
         return int(job.get("need", 10))
 
+    def size(self, job: Mapping[str, Any]) -> tuple[int, int]:
+        return 1, 1
+
     def run(self, job: Mapping[str, Any], cancelled: Callable[[], bool]) -> Result:
         said = str(job.get("prompt", ""))
         if said == "wait":

@@ -78,6 +78,16 @@ def test_help_loads_neither_torch_nor_the_web_framework():
     assert not {"torch", "fastapi", "uvicorn", "pydantic"} & set(loaded.split())
 
 
+def fill(address: Path) -> None:
+    """Send to a socket that nobody reads until it takes no more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        sender.connect(str(address))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sender.send(b"STATUS=")
+
+
 def test_it_serves_tells_systemd_and_ends_cleanly(tmp_path: Path):
     """A folder that holds no checkpoint: the front is up, the model failed, SIGTERM ends all."""
     daemon = Daemon(tmp_path / "umad.sock").start()
@@ -115,6 +125,7 @@ def test_it_serves_tells_systemd_and_ends_cleanly(tmp_path: Path):
             next(line for line in lines if '"model.failed"' in line)
             while b"STATUS=0/1 models ready" not in notices.recv(4096):
                 pass
+            fill(tmp_path / "notify")  # a service manager that is behind holds nobody up
             process.send_signal(signal.SIGTERM)
             _, rest = process.communicate(timeout=30)
             assert process.returncode == 0

@@ -22,11 +22,13 @@ from fastapi import FastAPI, File, Form, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from umad.config import ModelSettings, Settings
 from umad.errors import InvalidParams, ModelNotFound, UmadError
 from umad.serve.gate import Gate, GateMiddleware, error_response, refusal
 from umad.serve.link import EngineLink, unpack_vector
+from umad.serve.metrics import MEDIA_TYPE, MODEL, FrontMetrics, MetricsMiddleware
 from umad.serve.schemas import ChatBody, CompletionBody, EmbeddingBody, ImageBody
 
 _TEXT_KINDS: Final = ("chat", "vision")
@@ -61,6 +63,7 @@ def create_app(settings: Settings, engine: EngineLink) -> FastAPI:
         ("/healthz", front.healthz),
         ("/readyz", front.readyz),
         ("/status", front.status),
+        ("/metrics", front.metrics),
     ):
         app.add_api_route(path, look, methods=["GET"], response_model=None)
     app.add_exception_handler(UmadError, _on_refusal)
@@ -69,6 +72,8 @@ def create_app(settings: Settings, engine: EngineLink) -> FastAPI:
     app.add_exception_handler(ClientGone, _on_gone)
     app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(GateMiddleware, gate=front.gate)
+    routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(MetricsMiddleware, metrics=front.counts, routes=routes)
     return app
 
 
@@ -82,6 +87,7 @@ class _Front:
         self._numbers = itertools.count(1)
         self._started_unix_s = int(time.time())
         self.gate = Gate(settings.serve, settings.models)
+        self.counts = FrontMetrics(settings.daemon.socket, self._look)
 
     # --- requests -------------------------------------------------------------------------
 
@@ -186,28 +192,33 @@ class _Front:
 
     async def status(self) -> Response:
         """Everything the front knows, for people and umadctl."""
-        return JSONResponse(
-            {
-                "engine": self._engine.describe(),
-                "models": {
-                    name: {
-                        "kind": model.kind,
-                        "quota": model.quota,
-                        "requests": self.gate.places[name],
-                        **self._engine.status(name),
-                    }
-                    for name, model in self._models.items()
-                },
-                "requests": {
-                    "in_work": self.gate.clients.total(),
-                    "body_bytes": self.gate.body_bytes,
-                    "client_gone": self.gate.client_gone,
-                    "refused": dict(self.gate.refused),
-                },
-            }
-        )
+        return JSONResponse(self._look())
+
+    async def metrics(self) -> Response:
+        """The same for Prometheus, and the daemon's figures."""
+        return Response(await self.counts.text(), media_type=MEDIA_TYPE)
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _look(self) -> dict[str, Any]:
+        return {
+            "engine": self._engine.describe(),
+            "models": {
+                name: {
+                    "kind": model.kind,
+                    "quota": model.quota,
+                    "requests": self.gate.places[name],
+                    **self._engine.status(name),
+                }
+                for name, model in self._models.items()
+            },
+            "requests": {
+                "in_work": self.gate.clients.total(),
+                "body_bytes": self.gate.body_bytes,
+                "client_gone": self.gate.client_gone,
+                "refused": dict(self.gate.refused),
+            },
+        }
 
     def _find(self, name: str) -> ModelSettings:
         model = self._models.get(name)
@@ -226,6 +237,7 @@ class _Front:
             "owned_by": "umad",
             "kind": model.kind,
             "state": self._engine.status(model.name)["state"],
+            "device_quota": self._engine.status(model.name)["device_quota"],
         }
 
     async def _answer(
@@ -241,6 +253,7 @@ class _Front:
         code = "ok"
         try:
             model = self._find(name)
+            request.scope[MODEL] = name
             if model.kind not in kinds:
                 raise InvalidParams(
                     f"{name} is of kind {model.kind}; this route takes {' or '.join(kinds)}"

@@ -104,7 +104,19 @@ class _Child:
             # What it was asked is answered by now; a device context ends with its process.
             lambda: os._exit(POISONED),
             stuck=lambda _: os._exit(POISONED),
+            guard=self._settings.serve.guard,
         )
+
+        def recycle(told: Mapping[str, Any]) -> None:
+            if not told["process"]:
+                return  # the thread's own
+            if thread.busy:
+                log.info("child.not_recycled", model=self._model.name, reason=told["reason"])
+                return
+            log.warning("child.recycled", model=self._model.name, reason=told["reason"])
+            thread.stop()  # and with it the process; the engine forks another
+
+        client.on("recycle", recycle)
         threading.Thread(target=self._read, args=(thread,), name="link", daemon=True).start()
         thread.run()  # in this thread: there is one for inference, and it is the first
         return 0

@@ -26,11 +26,12 @@ from typing import Any, Final
 import structlog
 
 from umad.client.blocking import Client, connect
+from umad.client.memory import settle
 from umad.errors import ModelNotFound, UmadError, UnknownMethod
 from umad.serve import logs
 from umad.serve.instance import Instance
 from umad.serve.jobs import Job, JobQueue
-from umad.serve.libraries import bring, share_cores
+from umad.serve.libraries import bring, share_cores, warm
 from umad.serve.link import LinkPeer, ModelState, link_limits
 from umad.serve.main import check_config, read_config
 from umad.serve.nursery import Nursery
@@ -135,6 +136,14 @@ class Engine:
         self._stopping.set()
         threading.Thread(target=self._stop, args=(ident,), name="stop", daemon=True).start()
 
+    def _start_afresh(self, reason: str) -> None:
+        """End, so that the front starts the next engine; not while anybody is served."""
+        if self._models_of or self._stopping.is_set():
+            log.info("engine.not_recycled", why="it is at work, or ending", reason=reason)
+            return
+        log.warning("engine.recycled", reason=reason)
+        self._begin_stop()
+
     def _end(self, exit_code: int, ident: int | None = None) -> None:
         if ident is not None:
             self._peer.answer(ident)
@@ -201,12 +210,14 @@ class Engine:
                 self._on_poisoned,
                 wait_s,
                 take_its_place,
+                self._settings.serve.guard,
             )
 
         return new(hold_s)
 
     def _open_books(self) -> tuple[Client, Load]:
         client = connect(self._settings.daemon.socket, name="umad-serve", on_unavailable="deny")
+        client.on("recycle", self._on_recycle)
         try:
             if "process" in self._settings.isolations:
                 self._nursery.start()  # its imports run beside ours
@@ -237,6 +248,10 @@ class Engine:
     def _report(self, model: str, instance: int, state: ModelState) -> None:
         params = {"model": model, "instance": instance, **asdict(state)}
         self._loop.call_soon_threadsafe(self._peer.notify, "state", params)
+
+    def _on_recycle(self, told: Mapping[str, Any]) -> None:
+        if told["process"]:
+            self._loop.call_soon_threadsafe(self._start_afresh, told["reason"])
 
     def _on_poisoned(self) -> None:
         log.error("engine.poisoned")
@@ -287,6 +302,9 @@ def _die_with(parent: int) -> bool:
 
 def _import_libraries(settings: Settings) -> Load:
     load = bring()
+    # Their modules belong to the runtime too, and not to whoever is loaded first.
+    warm(model.path for model in settings.models if model.isolation == "thread")
+    settle()
     share_cores(settings)
     return load
 

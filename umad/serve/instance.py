@@ -34,6 +34,7 @@ BACKOFF_FAILED_S: Final = (2.0, 300.0)
 _NOT_NOW: Final = (
     DaemonUnavailable,
     MemoryUnknown,
+    ModelLoading,
     Overloaded,
     QuotaDenied,
     Recovering,

@@ -63,6 +63,8 @@ class ModelState:
 
     ``stage`` and ``ratio`` (0..1) are the load's progress, ``resident`` its bytes once ready,
     ``error`` an error map that says why it is not, ``retry_after_s`` when that may change.
+    ``device_quota`` says of a model that is ready on a GPU whether its quota binds there: "on", or
+    "off: " and why.
     """
 
     state: str = "waiting"
@@ -71,6 +73,7 @@ class ModelState:
     resident: int = 0
     error: Mapping[str, Any] | None = None
     retry_after_s: float | None = None
+    device_quota: str = ""
 
 
 class LinkPeer(asyncio.Protocol):

@@ -68,7 +68,13 @@ def load(
         raise ModelFailed(f"{path} holds no config.json or model_index.json")
     progress("reading", 0.0)
     quiet()
+    if device != "cpu":
+        # Else transformers reads the weights in threads of its own, whose device memory would be
+        # charged to nobody: torch knows which pool a thread is in, and inherits it to none.
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     from safetensors import SafetensorError
+
+    from umad.serve.dtypes import own_default_dtype
 
     def resident(module: Any) -> int:
         progress("building", 0.0)
@@ -80,7 +86,8 @@ def load(
 
     _told.progress = progress
     try:
-        runner: Runner = RUNNERS[kind].load(Source(path, device, dtype), resident)
+        with own_default_dtype():
+            runner: Runner = RUNNERS[kind].load(Source(path, device, dtype), resident)
     except (OSError, ValueError, KeyError, AttributeError, ImportError, SafetensorError) as error:
         raise ModelFailed(f"{path} cannot be loaded as kind {kind!r}: {error}") from error
     finally:

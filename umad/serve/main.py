@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         text = read_config(flags.config)
         settings = check_config(text, flags.config)
-        environment = engine_environment(os.environ, settings.serve.guard)
+        environment = engine_environment(
+            os.environ,
+            settings.serve.guard,
+            on_device=any(model.device != "cpu" for model in settings.models),
+        )
     except ConfigError as error:
         print(error.message, file=sys.stderr)  # noqa: T201  for whoever started it
         return error.exit_code
@@ -115,10 +119,10 @@ async def _serve(
     environment: dict[str, str],
     log_format: str,
 ) -> None:
-    import sdnotify
     import structlog
     import uvicorn
 
+    from umad.host.notify import Notifier
     from umad.serve.app import create_app
     from umad.serve.link import EngineLink, ModelState
     from umad.serve.supervisor import Supervisor, engine_command
@@ -126,13 +130,13 @@ async def _serve(
     log = structlog.get_logger()
     host, port = listener.getsockname()[:2]
     log.info("serve.listening", host=host, port=port, models=[m.name for m in settings.models])
-    notifier = sdnotify.SystemdNotifier()
+    notifier = Notifier()
     link = EngineLink(settings)
     supervisor = Supervisor(link, engine_command(config_fd, log_format), environment, (config_fd,))
 
     def tell_status() -> None:
         ready, models = link.ready()
-        notifier.notify(f"STATUS={ready}/{models} models ready")
+        notifier.status(f"{ready}/{models} models ready")
 
     def on_change(model: str, state: ModelState) -> None:
         supervisor.note_state(model, state)
@@ -141,7 +145,8 @@ async def _serve(
     async def on_tick() -> None:
         # READY once the socket is served; systemd takes a second one for what it is, nothing.
         # WATCHDOG comes from the loop that serves, so a hung loop does not look well.
-        notifier.notify("READY=1\nWATCHDOG=1")
+        notifier.ready()
+        notifier.watchdog()
         tell_status()
 
     link.on_change = on_change
@@ -164,7 +169,7 @@ async def _serve(
         # A supervisor that fails is our bug: end, so that systemd starts all of it afresh.
         supervision.add_done_callback(lambda _: setattr(server, "should_exit", True))
         await server.serve(sockets=[listener])
-        notifier.notify("STOPPING=1")
+        notifier.stopping()
         supervisor.stop()
         await supervision
     log.info("serve.ended")

@@ -19,12 +19,15 @@ import structlog
 from umad.client.blocking import Client
 from umad.client.memory import forget_frames, give_back, is_out_of_memory
 from umad.client.worker import Worker
+from umad.core.cost import BEYOND_MAX, CostModel, Sample
 from umad.errors import (
     ModelFailed,
+    ModelLoading,
     QuotaExceeded,
     UmadError,
     WorkerRevoked,
 )
+from umad.serve.devices import Place, place
 from umad.serve.instance import Instance, stopped
 from umad.serve.jobs import Job, JobQueue, Seat, gone, waited
 from umad.serve.kinds.base import Runner
@@ -38,9 +41,12 @@ LOAD_WAIT_S: Final = 10.0
 # libraries' buffers are no leak.
 GROWN_MAX_BYTES: Final = 16 * MIB
 GROWN_MAX_RATIO: Final = 0.05
+# A huge page of the tensors and one of other blocks may be used in part, which no sample shows.
+HUGE_PAGES_BYTES: Final = 4 * MIB
 # A revoked thread that is where it was after this does not come back soon.
 STUCK_AFTER_S: Final = 5.0
-STUCK_BUSY_RATIO: Final = 0.5
+# Of a core; it may share the cores and the interpreter's lock with many others.
+STUCK_BUSY_RATIO: Final = 0.1
 log = structlog.get_logger()
 
 
@@ -73,6 +79,7 @@ class ModelThread(Instance):
         poisoned: called when a device fault has left the whole process unusable.
         hold_s: wait this long before the first load (the model was revoked just before).
         stuck: called when the revoked thread has not come back: another must take its place.
+        guard: the setting ``serve.guard``.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class ModelThread(Instance):
         poisoned: Callable[[], None],
         hold_s: float = 0.0,
         stuck: Callable[["ModelThread"], None] = lambda _: None,
+        guard: str = "auto",
     ) -> None:
         super().__init__(model, instance, report, hold_s)
         self._client = client
@@ -93,11 +101,18 @@ class ModelThread(Instance):
         self._load = load
         self._poisoned = poisoned
         self._stuck = stuck
+        self._guard = guard
         self._revoked: WorkerRevoked | None = None
+        self._recycled: ModelLoading | None = None
         self._job: Job | None = None
         self._seat: Seat | None = None
         self._passed_quota = False
         self._runs_in = 0
+
+    @property
+    def busy(self) -> bool:
+        """A job is at work."""
+        return self._job is not None
 
     def stop(self) -> None:
         """Have the thread unload and end, after the job at work."""
@@ -109,7 +124,8 @@ class ModelThread(Instance):
     def _live(self) -> UmadError:
         """Register, load, serve, unload; returns why that ended."""
         model = self._model
-        self._revoked, self._runs_in = None, threading.get_ident()
+        self._revoked = self._recycled = None
+        self._runs_in = threading.get_ident()
         self._say("waiting")
         try:
             with self._client.worker(
@@ -121,13 +137,14 @@ class ModelThread(Instance):
                 pin=model.pin,
                 pool=model.pool,
                 on_revoke=self._on_revoke,
+                on_recycle=self._on_recycle,
             ) as worker:
                 self._load_and_serve(worker)
         except UmadError as error:
             return self._revoked or error
         finally:
             give_back()
-        return self._revoked or stopped()
+        return self._why_ended()
 
     def _load_and_serve(self, worker: Worker) -> None:
         model = self._model
@@ -139,19 +156,23 @@ class ModelThread(Instance):
 
         def load() -> _Loaded:
             self._report(ModelState("loading"))
-            with _translated(self.name, "load"):
-                return _Loaded(
-                    self._load(
+            where = place(model, worker.account, self._guard)
+            try:
+                with _translated(self.name, "load"), where.use():
+                    runner = self._load(
                         model.kind,
                         model.path,
                         device=model.device,
                         dtype=model.dtype,
                         progress=progress,
                     )
-                )
+            finally:
+                where.release()  # of a failed load all, of one that went well what only it needed
+            return _Loaded(runner, where)
 
         loaded = worker.load(load, wait_s=LOAD_WAIT_S)
         try:
+            loaded.cost = self._learned(loaded.runner)
             self._failures = 0
             log.info(
                 "model.ready",
@@ -160,21 +181,38 @@ class ModelThread(Instance):
                 seconds=round(time.monotonic() - began_s, 2),
             )
             worker.progress("serving", 1.0)
+            self._client.report_segments(at_once=True)
             self._serve(worker, loaded)
         finally:
             # The bytes first, then the word that they are gone.
             del loaded.runner
+            left = loaded.place.release()
+            if left:
+                log.warning("model.device_bytes_left", model=self.name, bytes=left)
             worker.unload()
 
+    def _learned(self, runner: Runner) -> CostModel:
+        """What the forwards of this model have taken so far; the daemon keeps it."""
+        model = self._model
+        shape = f"{model.kind} {model.device} {model.dtype} {runner.resident_bytes}"
+        try:
+            known = self._client.call("cost", {"model": model.name, "shape": shape})
+        except UmadError as error:
+            log.info("model.cost_unknown", model=model.name, why=error.message)
+            return CostModel()
+        return CostModel(Sample(*row) for row in known.get("samples", ()))
+
     def _serve(self, worker: Worker, loaded: "_Loaded") -> None:
-        with self._queue.served(lambda: self._revoked or stopped()) as self._seat:
+        with self._queue.served(self._why_ended) as self._seat:
             resident = loaded.runner.resident_bytes
-            self._report(ModelState("ready", "serving", 1.0, resident))
+            quota = loaded.place.status
+            self._report(ModelState("ready", "serving", 1.0, resident, device_quota=quota))
             self.settled.set()
             while (job := self._queue.take(self._ended)) is not None:
                 self._job = job
-                self._work(worker, loaded.runner, job)
+                self._work(worker, loaded, job)
                 self._job = None
+                self._client.report_segments()
                 grown = worker.grown_bytes if self._passed_quota else 0
                 if grown > max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO)):
                     raise QuotaExceeded(
@@ -183,14 +221,18 @@ class ModelThread(Instance):
                     )
 
     def _ended(self) -> bool:
-        return self._revoked is not None or self._stopping.is_set()
+        return self._revoked is not None or self._recycled is not None or self._stopping.is_set()
 
-    def _work(self, worker: Worker, runner: Runner, job: Job) -> None:
+    def _why_ended(self) -> UmadError:
+        return self._revoked or self._recycled or stopped()
+
+    def _work(self, worker: Worker, loaded: "_Loaded", job: Job) -> None:
         try:
-            result = self._run(worker, runner, job)
+            result = self._run(worker, loaded, job)
         except UmadError as error:
             self._queue.answer(job, error=error)
             if isinstance(error, QuotaExceeded | ModelFailed):
+                loaded.place.release()
                 give_back(worker.account)  # what the failed run held, before the next one begins
                 self._passed_quota = isinstance(error, QuotaExceeded)
             if isinstance(error, _Poisoned):
@@ -198,20 +240,39 @@ class ModelThread(Instance):
         else:
             self._queue.answer(job, result=result)
 
-    def _run(self, worker: Worker, runner: Runner, job: Job) -> Mapping[str, Any]:
+    def _run(self, worker: Worker, loaded: "_Loaded", job: Job) -> Mapping[str, Any]:
+        runner = loaded.runner
         wait_s = job.deadline_s - time.monotonic()
         self._check(job)
         if wait_s <= 0:
             raise waited(self._model.name)
         with _translated(self.name, "job"):
-            need = runner.bytes_needed(job.data)
-        beyond = max(0, runner.resident_bytes + need - self._model.quota)
-        tokens = job.data.get("max_tokens", 0)
-        with worker.forward(beyond, predicted=need, tokens=tokens, batch=1, wait_s=wait_s):
-            self._check(job)
-            with _translated(self.name, "job"):
-                result = runner.run(job.data, lambda: job.cancelled).data
-        self._check(job)  # a run that was cut short ends like any other
+            worst_case = runner.bytes_needed(job.data)
+            tokens, rows = runner.size(job.data)
+        # One that is far larger than any since the load builds caches, too, which no sample shows.
+        known = tokens * rows <= BEYOND_MAX * worker.meter.warmed
+        need = loaded.cost.predict(tokens, rows, worst_case, known=known)
+        held = runner.resident_bytes
+        if worker.account is not None:  # what it keeps from run to run is there already
+            held = max(held, worker.account_bytes + HUGE_PAGES_BYTES)
+        beyond = max(0, held + need - self._model.quota)
+        forward = worker.forward(beyond, predicted=need, tokens=tokens, batch=rows, wait_s=wait_s)
+        try:
+            with forward:
+                self._check(job)
+                try:
+                    with _translated(self.name, "job"), loaded.place.use():
+                        done = runner.run(job.data, lambda: job.cancelled)
+                finally:
+                    if beyond:  # torch would keep the burst's segments after its lease has ended
+                        loaded.place.release()
+                forward.tokens, forward.batch = done.size or (tokens, rows)
+                self._check(job)  # a run that was cut short ends like any other, and shows nothing
+        finally:
+            if forward.peak is not None:  # it began
+                took = (forward.tokens, forward.batch, forward.peak, need)
+                loaded.cost.observe(Sample(*took, exact=forward.exact))
+        result = done.data
         if "vectors" in result:
             return {**result, "vectors": [pack_vector(one) for one in result["vectors"]]}
         return result
@@ -224,6 +285,18 @@ class ModelThread(Instance):
             raise stopped()
         if job.cancelled:
             raise gone()
+
+    def _on_recycle(self, told: Mapping[str, Any]) -> None:
+        """Called by the client's listener: load afresh, after the job at work.
+
+        To start the whole process afresh is not a thread's to do.
+        """
+        if not told["process"]:
+            log.warning("model.recycled", model=self.name, reason=told["reason"])
+            self._recycled = ModelLoading(
+                f"{self._model.name} is loaded afresh, since memory is fragmented", retry_after_s=1
+            )
+            self._queue.wake()
 
     def _on_revoke(self, told: Mapping[str, Any]) -> None:
         """Called by the client's listener: the clients hear of it before the forward ends."""
@@ -271,8 +344,10 @@ class ModelThread(Instance):
 class _Loaded:
     """A model in a box: the lease hangs on the box, so the model can go before the lease does."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, place: Place) -> None:
         self.runner = runner
+        self.place = place
+        self.cost = CostModel()
 
 
 class _Poisoned(ModelFailed):
@@ -291,7 +366,8 @@ def _translated(worker: str, during: str) -> Iterator[None]:
     """
     try:
         yield
-    except UmadError:
+    except UmadError as error:
+        forget_frames(error)
         raise
     except Exception as error:
         kind, place = type(error).__name__, place_of(error)

@@ -26,9 +26,13 @@ FUSED_ATTENTION: Final = frozenset({"sdpa", "flash_attention_2", "flash_attentio
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An answer in plain values (str, int, float, bytes, list, dict): it crosses MessagePack."""
+    """An answer in plain values (str, int, float, bytes, list, dict): it crosses MessagePack.
+
+    ``size`` is what ``Runner.size`` could only bound, where the run has shown it.
+    """
 
     data: dict[str, Any]
+    size: tuple[int, int] | None = None
 
 
 class Runner(Protocol):
@@ -45,6 +49,16 @@ class Runner(Protocol):
         """The most a run of this job holds beyond the weights, in bytes.
 
         Pure and quick: figures of config.json and sizes of the job, no tokenizer, no device.
+
+        Raises:
+            InvalidParams: the job means nothing to this model.
+        """
+        ...
+
+    def size(self, job: Job) -> tuple[int, int]:
+        """What the job's bytes are counted by: (tokens of one row, rows), at most.
+
+        A kind without tokens has units of its own; what counts is that the bytes follow them.
 
         Raises:
             InvalidParams: the job means nothing to this model.

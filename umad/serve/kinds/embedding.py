@@ -50,8 +50,7 @@ class EmbeddingRunner:
         normed copy and its float32, queries, keys, values, output, and two of the inner size; a
         mask of tokens by tokens for each row, and the attention matrix where it is not fused.
         """
-        texts = _texts(job)
-        sizes = [min(len(item.encode()) + SPECIAL_TOKENS, self._context) for item in texts]
+        texts, sizes = _texts(job), self._sizes(job)
         config, item = self._model.config, self._model.dtype.itemsize
         heads = config.num_attention_heads
         inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -59,6 +58,15 @@ class EmbeddingRunner:
         square = item + 1 + (0 if fused(config) else heads * (item + 8))
         forward = max(rows * length * (held + length * square) for rows, length in _areas(sizes))
         return int(forward + len(texts) * config.hidden_size * FLOAT_BYTES) + RUN_BYTES
+
+    def size(self, job: Job) -> tuple[int, int]:
+        """Of the largest batch: the padded length, and rows."""
+        return _largest(self._sizes(job))
+
+    def _sizes(self, job: Job) -> list[int]:
+        """The most tokens that each text can become."""
+        texts = _texts(job)
+        return [min(len(item.encode()) + SPECIAL_TOKENS, self._context) for item in texts]
 
     def run(self, job: Job, cancelled: Cancelled) -> Result:
         """Embed the texts, in batches of like length."""
@@ -86,7 +94,8 @@ class EmbeddingRunner:
                 found = self._embed([rows[at] for at in batch])
             for at, vector in zip(batch, found, strict=True):
                 vectors[at] = vector
-        return Result({"vectors": vectors, "tokens": sum(map(len, rows))})
+        lengths = [len(row) for row in rows]
+        return Result({"vectors": vectors, "tokens": sum(lengths)}, _largest(lengths))
 
     def _embed(self, rows: list[list[int]]) -> list[list[float]]:
         import torch
@@ -123,6 +132,12 @@ def _areas(sizes: list[int]) -> Iterator[tuple[int, int]]:
     """Rows and padded length of each batch."""
     for batch in _batches(sizes):
         yield len(batch), sizes[batch[0]]
+
+
+def _largest(sizes: list[int]) -> tuple[int, int]:
+    """Padded length and rows of the batch with the most padded tokens."""
+    rows, length = max(_areas(sizes), key=lambda area: area[0] * area[1])
+    return length, rows
 
 
 def _texts(job: Job) -> list[str]:

@@ -71,6 +71,11 @@ class ImageRunner:
         # The float32 picture as tensor, its copy and its array; bytes as PIL; one PNG for each.
         return needed + pixels * 3 * (3 * 4 + 2 + count) + RUN_BYTES
 
+    def size(self, job: Job) -> tuple[int, int]:
+        """Places of the latent picture, and pictures."""
+        width, height, count = self._size(job)
+        return width * height // self._pipeline.vae_scale_factor**2, count
+
     def run(self, job: Job, cancelled: Cancelled) -> Result:
         """Paint the images, one after the other."""
         import torch

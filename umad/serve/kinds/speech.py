@@ -64,6 +64,11 @@ class SpeechRunner:
         say = 4 * mels * int(windowed * 100) + encoder + caches + config.vocab_size * 48
         return int(max(hear, say)) + RUN_BYTES
 
+    def size(self, job: Job) -> tuple[int, int]:
+        """Frames of the spectrogram, a hundred a second, of a whole window at least; one row."""
+        with _open(job) as sound:
+            return int(max(sound.frames / sound.samplerate, WINDOW_S) * 100), 1
+
     def run(self, job: Job, cancelled: Cancelled) -> Result:
         """Write down what is said."""
         import torch

@@ -131,6 +131,12 @@ class TextRunner:
         """See ``Shape.bytes_needed``; a token holds at least one byte of the prompt."""
         return self._bytes_for(text_bytes(job), job)
 
+    def size(self, job: Job) -> tuple[int, int]:
+        """Prompt and answer.  The prompt is counted: it has several times as many bytes."""
+        bare = job.get("messages") is not None
+        prompt = self._tokenizer(self._prompt(job), add_special_tokens=not bare)["input_ids"]
+        return self._tokens_for(len(prompt), job), self._rows(job)
+
     def run(self, job: Job, cancelled: Cancelled) -> Result:
         """Generate one answer."""
         import torch
@@ -139,9 +145,12 @@ class TextRunner:
             return self._generate(self._encode(job), job, cancelled)
 
     def _bytes_for(self, prompt: int, job: Job) -> int:
-        new = whole(job, "max_tokens", 1, 1 << 31)
         prompt = min(prompt, self._shape.context)
-        return self._shape.bytes_needed(prompt, min(new, self._shape.context - prompt + 1))
+        return self._shape.bytes_needed(prompt, self._tokens_for(prompt, job) - prompt)
+
+    def _tokens_for(self, prompt: int, job: Job) -> int:
+        """Of a prompt of so many tokens and its answer, at most."""
+        return min(prompt + whole(job, "max_tokens", 1, 1 << 31), self._shape.context + 1)
 
     def _encode(self, job: Job) -> Any:
         prompt = self._prompt(job)
@@ -216,8 +225,12 @@ class TextRunner:
                 "prompt_tokens": prompt,
                 "completion_tokens": len(tokens),
                 "finish_reason": "stop" if stopped else "length",
-            }
+            },
+            (prompt + len(tokens), self._rows(job)),
         )
+
+    def _rows(self, _job: Job) -> int:
+        return 1
 
     def _processors(self, job: Job) -> list[Any]:
         """Sampling as processors, for a generator of our own.

@@ -65,6 +65,15 @@ class VisionRunner(TextRunner):
             extra += width * height * PIXEL_BYTES
         return self._bytes_for(text_bytes(job) + tokens, job) + extra
 
+    def size(self, job: Job) -> tuple[int, int]:
+        """Text, images and answer in tokens; each image is a row of the tower's."""
+        sizes = [_open(data).size for data in _images(job)]
+        tokens = text_bytes(job) + sum(self._counts(*size)[0] for size in sizes)
+        return self._tokens_for(min(tokens, self._shape.context), job), self._rows(job)
+
+    def _rows(self, job: Job) -> int:
+        return 1 + len(_images(job))
+
     def _counts(self, width: int, height: int) -> tuple[int, int]:
         """An image's tokens in the prompt, and its patches in the vision tower."""
         tower = self._model.config.vision_config
