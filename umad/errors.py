@@ -286,6 +286,13 @@ class ProbeError(UmadError):
     http_status = 503
 
 
+class BadArchive(UmadError):
+    """A snapshot's archive is damaged, or was never written by ``umadctl snapshot``."""
+
+    code = "bad_archive"
+    exit_code = 65  # EX_DATAERR of sysexits.h
+
+
 class InvariantBroken(UmadError):
     """The books contradict themselves: a bug of ours.  The daemon logs its state and ends."""
 

@@ -93,12 +93,30 @@ def _absolute(value: object) -> str:
     return text
 
 
+def _auto_absolute(value: object) -> str | None:
+    return None if value == "auto" else _absolute(value)
+
+
 def _listen(value: object) -> tuple[str, int]:
     text = _text(value)
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise BadValue("must be ADDRESS:PORT", 'write it like "127.0.0.1:8600"')
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _metrics_listen(value: object) -> str | tuple[str, int] | None:
+    if value == "off":
+        return None
+    text = _text(value)
+    if text.startswith("unix:"):
+        return _absolute(text.removeprefix("unix:"))
+    try:
+        return _listen(text)
+    except BadValue as error:
+        raise BadValue(
+            'must be "off", ADDRESS:PORT or unix:/PATH', 'write it like "127.0.0.1:9464"'
+        ) from error
 
 
 def _name(value: object) -> str:
@@ -140,6 +158,13 @@ class DaemonSettings:
         "umad", _text, "Members of this group (and root) may evict, drain and reload.", '"umad"'
     )
     connections_max: int = _set(256, _count(1, 4096), "Open connections at most.", "256")
+    state: str | None = _set(
+        None,
+        _auto_absolute,
+        "The folder for what outlives a reboot: what forwards took, and who was stopped; "
+        '"auto" is what systemd gives (/var/lib/umad), or the folder of the socket.',
+        '"auto"',
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +186,17 @@ class MemorySettings:
         '"auto"',
     )
     gpu: str = _set(
-        "auto", _text, 'PCI address of the GPU to watch, "auto" for the first one.', '"auto"'
+        "auto",
+        _text,
+        'PCI address of the only GPU to use; "auto" for all, "none" for none.',
+        '"auto"',
+    )
+    conservative: bool = _set(
+        False,
+        _flag,
+        "For memory that is not the machine's own (WSL2, a container's view): half of it may be "
+        "booked, and a load touches its memory before it begins. Nothing switches this on but you.",
+        "false",
     )
 
 
@@ -185,6 +220,14 @@ class EnforcementSettings:
     )
     unkillable_after: float = _set(
         5.0, _seconds, "A killed process still there after this is reported unkillable.", '"5s"'
+    )
+    leak_policy: str = _set(
+        "report",
+        _one_of("report", "kill"),
+        "A worker that keeps what it said it gave back: its bytes stay booked and it is shown as "
+        'leaking; "kill": its process is told, and killed 5s later, if no other worker lives in '
+        "it. Many a library's heap keeps what was freed, so nobody is killed for it unasked.",
+        '"report"',
     )
 
 
@@ -211,6 +254,19 @@ class LeaseSettings:
         _seconds,
         "After a restart nothing new is granted for this long, so that former workers return.",
         '"1500ms"',
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSettings:
+    """Prometheus; whatever is set here, umad-serve shows the daemon's figures at /metrics."""
+
+    listen: str | tuple[str, int] | None = _set(
+        None,
+        _metrics_listen,
+        'A listener of the daemon\'s own for GET /metrics, "127.0.0.1:9464" or '
+        '"unix:/run/umad/metrics.sock"; umad.service may use Unix sockets only.',
+        '"off"',
     )
 
 
@@ -290,8 +346,18 @@ class Settings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     enforcement: EnforcementSettings = field(default_factory=EnforcementSettings)
     leases: LeaseSettings = field(default_factory=LeaseSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
     serve: ServeSettings = field(default_factory=ServeSettings)
     models: tuple[ModelSettings, ...] = ()
+
+    @property
+    def batching_window_s(self) -> float:
+        """How long a batch may wait for more requests, in seconds.
+
+        Short in conservative mode: what waits holds promises, and there they are worth less.
+        Source: DESIGN, "Requests" (10 to 15 ms) and "The auditor" (5 ms).
+        """
+        return 0.005 if self.memory.conservative else 0.0125
 
     @property
     def isolations(self) -> frozenset[str]:
@@ -304,5 +370,6 @@ SECTIONS: Final[dict[str, type]] = {
     "memory": MemorySettings,
     "enforcement": EnforcementSettings,
     "leases": LeaseSettings,
+    "metrics": MetricsSettings,
     "serve": ServeSettings,
 }

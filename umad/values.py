@@ -103,7 +103,8 @@ class ProcessReading:
     """The physical bytes of one process: ``bytes`` is host plus GPU pages, each page once.
 
     Where it has a family, theirs are in it, and ``alive`` means any of them.  ``shmem_bytes`` is
-    the part of ``host_bytes`` that other processes may map too.  ``gpu`` says which pools the GPU
+    the part of ``host_bytes`` that other processes may map too, ``locked_bytes`` what cannot be
+    reclaimed or swapped (mlock, pages pinned by a driver).  ``gpu`` says which pools the GPU
     pages are in; pages of system DRAM that no GPU pool describes are in ``"system"``.
     """
 
@@ -113,6 +114,7 @@ class ProcessReading:
     host_bytes: int = 0
     gpu: tuple[tuple[str, int], ...] = ()
     shmem_bytes: int = 0
+    locked_bytes: int = 0
 
     @property
     def gpu_bytes(self) -> int:

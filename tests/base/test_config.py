@@ -33,6 +33,9 @@ def test_text_with_units() -> None:
     assert settings.memory.reserve == 8 * GIB
     assert settings.memory.interval == 0.1
     assert settings.serve.listen == ("::1", 80)
+    for listen, expected in (("off", None), ("unix:/run/m", "/run/m"), ("[::]:9464", ("::", 9464))):
+        shown = config.parse(f'[metrics]\nlisten = "{listen}"\n')
+        assert shown.metrics.listen == expected
     assert settings.models[0].quota == settings.models[0].peak_bytes == 4 * GIB
 
 
@@ -54,6 +57,9 @@ def test_text_with_units() -> None:
         "[daemon]\nconnections_max = true",
         '[daemon]\ngroup = ""',
         '[serve]\nlisten = "8600"',
+        '[metrics]\nlisten = "9464"',
+        '[metrics]\nlisten = "unix:here"',
+        "[metrics]\nlisten = false",
         '[serve]\nlisten = "here:http"',
         "[serve]\nqueue_max = 1.5",
         "[serve]\nqueue = 3",

@@ -10,10 +10,12 @@ KEYS = (
     "rpc",
     "revoke",
     "daemon_cost",
+    "burst",
     "load",
     "refuse",
     "return",
     "unload",
+    "account",
     "guard_cost",
     "isolation",
 )

@@ -31,7 +31,10 @@ def shown(drive: Drive) -> str:
         "pid": 1,
         "uptime_s": 75.0,
         "socket": "/run/umad/umad.sock",
-        "warnings": ["vm.swappiness is 60, should be 1: why\n    now: sysctl -w vm.swappiness=1"],
+        "conservative": False,
+        "warnings": ["vm.swappiness: 60; should be 1"],
+        "advice": [],
+        "permissive": ["all"],
     }
     state = {"daemon": daemon, **drive.engine.status(drive.now_s)}
     for process in state["processes"]:

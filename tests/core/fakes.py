@@ -29,7 +29,7 @@ def process(pid: int, size: int | None, *, alive: bool = True, gpu: int = 0) -> 
     if size is None:
         return ProcessReading(identity(pid), alive, Reading.broken("status", "garbage"))
     return ProcessReading(
-        identity(pid), alive, Reading.of(size + gpu, "status"), host_bytes=size, gpu_bytes=gpu
+        identity(pid), alive, Reading.of(size + gpu, "status"), host_bytes=size, gpu=(("gtt", gpu),)
     )
 
 

@@ -5,7 +5,7 @@ from tests.core.fakes import MB, engine, identity, process, snapshot
 from umad.core.audit import ProcessBooks, StillThere, headroom, reserve_of, still_there
 from umad.core.ledger import Pool
 from umad.units import GIB
-from umad.values import PoolReading, Reading, Snapshot
+from umad.values import PoolReading, ProcessReading, Reading, Snapshot
 
 
 def unified(safe_gtt: int, gpu_bytes: int) -> Snapshot:
@@ -59,6 +59,27 @@ def test_gpu_pages_count_as_used_of_the_unified_pool() -> None:
         pool = seen.pools[name]
         assert pool.safe.value is not None
         assert headroom(pool, 0, [books], seen).bytes == pool.safe.value - 200 * MB
+
+
+def test_gpu_pages_count_in_the_pool_they_are_in() -> None:
+    """Those of a card's own memory take nothing of the system's."""
+    reading = ProcessReading(
+        identity(7),
+        True,
+        Reading.of(9 * GIB, "status+kfd"),
+        host_bytes=1 * GIB,
+        gpu=(("gtt", 3 * GIB), ("system", 1 * GIB), ("vram", 4 * GIB)),
+    )
+    size = Reading.of(24 * GIB, "vram")
+    seen = unified(10 * GIB, 0)
+    pools = {**seen.pools, "vram": PoolReading("vram", size, size, size, "vram")}
+    seen = replace(seen, pools=pools, processes={identity(7): reading})
+    booked = (("gtt", 5 * GIB), ("system", 8 * GIB), ("vram", 6 * GIB))
+    books = ProcessBooks(identity(7), 0, 14 * GIB, 0, 14 * GIB, None, False, booked)
+    for name, unused in (("system", 3 * GIB), ("gtt", 2 * GIB), ("vram", 2 * GIB)):
+        safe = pools[name].safe.value
+        assert safe is not None
+        assert headroom(pools[name], 0, [books], seen).bytes == safe - unused
 
 
 def test_the_tighter_limit_of_the_gpu_binds() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity
 from umad.core.actions import Action, CloseAccount, OpenAccount, Reply, SetLimit
-from umad.core.engine import FAST_PACE_S
+from umad.core.pace import FAST_PACE_S
 from umad.errors import LeaseNotFound, NeverFits, QuotaDenied, WorkerRevoked
 from umad.values import AccountFigures
 
@@ -78,7 +78,7 @@ def test_a_worker_over_its_account_is_fenced_alone_and_its_bytes_come_back(drive
     assert drive.event("revoked")["worker"] == "greedy"
     assert drive.event("revoked")["source"] == "account page"
     assert [note.params["worker"] for note in drive.notified("revoke")] == [1]
-    assert drive.engine.pace_s(drive.now_s) == FAST_PACE_S
+    assert drive.engine.pace(drive.now_s).look_s == FAST_PACE_S
     assert isinstance(drive.refused(7, "admit", worker=1, bytes=MB), WorkerRevoked)
     drive.call(7, "admit", worker=2, bytes=MB)
 

@@ -3,7 +3,7 @@ import pytest
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity
 from umad.core.actions import Look, Unwatch
-from umad.core.engine import FAST_PACE_S
+from umad.core.pace import FAST_PACE_S
 from umad.errors import InvariantBroken
 from umad.units import GIB
 
@@ -230,14 +230,14 @@ def test_a_budget_that_shrinks_below_a_wait_ends_the_wait(drive: Drive) -> None:
 
 
 def test_the_pace_is_fast_while_bytes_come_back(drive: Drive) -> None:
-    assert drive.engine.pace_s(drive.now_s) == 0.2
+    assert drive.engine.pace(drive.now_s).look_s == 0.2
     worker = drive.loaded(7, "a", 300 * MB)
     drive.call(7, "unregister", worker=worker)
-    assert drive.engine.pace_s(drive.now_s) == FAST_PACE_S
+    assert drive.engine.pace(drive.now_s).look_s == FAST_PACE_S
     drive.look({7: 250 * MB})
-    assert drive.engine.pace_s(drive.now_s + 6.0) == 0.2  # it takes long: no hurry
+    assert drive.engine.pace(drive.now_s + 6.0).look_s == 0.2  # it takes long: no hurry
     drive.look({7: 0})
-    assert drive.engine.pace_s(drive.now_s) == 0.2
+    assert drive.engine.pace(drive.now_s).look_s == 0.2
 
 
 def test_a_broken_invariant_is_raised(drive: Drive) -> None:

@@ -37,7 +37,7 @@ def test_the_daemon_is_started_again_and_ctrl_c_ends_both(folder: Path) -> None:
         eventually(socket.exists, within_s=20)
         first = eventually(lambda: daemon_of(up))
         assert "--dry-run" in first.cmdline()
-        assert "--permissive" in first.cmdline()
+        assert "--permissive=all" in first.cmdline()
         first.kill()
         second = eventually(lambda: (now := daemon_of(up)) and now.pid != first.pid and now, 10)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.daemon.running import eventually
@@ -205,6 +205,13 @@ class Watch:
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
+@example(
+    [
+        *(("setsid", 13), ("fork", 0), ("fork", 22), ("fork", 0), ("fork", 0), ("fork", 0)),
+        *(("fork", 0), ("fork", 3), ("fork", 30), ("fork", 0), ("exit", 1), ("register", 29)),
+        *(("search", 0), ("exit", 28), ("fork", 0), ("fork", 0), ("fork", 0), ("register", 20)),
+    ]
+)
 def test_whatever_processes_do_no_stranger_is_ever_of_a_family(
     steps: list[tuple[str, int]],
 ) -> None:

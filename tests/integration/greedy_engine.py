@@ -3,6 +3,7 @@
 Real torch tensors under the real guard; a job's prompt says what the model does.
 """
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from umad.config import Settings
-from umad.serve import engine
+from umad.serve import engine, worker
 from umad.serve.kinds.base import Result
 from umad.serve.worker import Load
 
@@ -21,19 +22,28 @@ MIB = 1 << 20
 MORE_THAN_ANY_QUOTA = 1 << 30
 
 
+class AcceleratorError(RuntimeError):
+    """Named as torch names a device that failed."""
+
+
 class Greedy:
     """A model with a weight matrix; ``kept`` is what it should not keep."""
 
     kind = "chat"
 
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(sum(name.encode()))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        torch.manual_seed(sum(folder.name.encode()))
         self.weights = torch.randn(1024, 1024)
         self.resident_bytes = self.weights.nbytes
         self.kept: list[Any] = []
+        self.calls = 0
 
     def bytes_needed(self, job: Mapping[str, Any]) -> int:
         return MIB
+
+    def size(self, job: Mapping[str, Any]) -> tuple[int, int]:
+        return 1, 1
 
     def run(self, job: Mapping[str, Any], cancelled: Callable[[], bool]) -> Result:
         said = str(job["prompt"])
@@ -92,6 +102,30 @@ class Greedy:
             libc.mlock(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(4096))
             self.kept.append(block)
 
+    def sticky(self) -> None:
+        """After five calls the device is broken, for good."""
+        self.calls += 1
+        if self.calls > 5:
+            raise AcceleratorError("HIP error: unspecified launch failure")
+
+    def asleep(self) -> None:
+        """Waits for a lock that nobody gives up; no exception reaches it."""
+        self.hoard()
+        held = threading.Lock()
+        held.acquire()
+        held.acquire()
+
+    def burning(self) -> None:
+        """Never ends, as a sort was seen to when what it sorts turns to zeros."""
+        self.hoard()
+        while True:
+            with contextlib.suppress(BaseException):
+                sum(range(10_000))
+
+    def hoard(self) -> None:
+        self.kept.append(torch.ones(64 * MIB // 4))
+        (self.folder / "at work").touch()
+
 
 def libraries(_settings: Settings) -> Load:
     torch.set_num_threads(1)
@@ -100,7 +134,7 @@ def libraries(_settings: Settings) -> Load:
         kind: str, path: str, *, device: str, dtype: str, progress: Callable[[str, float], None]
     ) -> Greedy:
         progress("reading", 0.5)
-        model = Greedy(Path(path).name)
+        model = Greedy(Path(path))
         if (Path(path) / "greedy").exists():
             (Path(path) / "greedy").unlink()  # the next load behaves
             model.giant()
@@ -110,4 +144,7 @@ def libraries(_settings: Settings) -> Load:
 
 
 if __name__ == "__main__":
+    # A stuck thread is given up soon, and its successor begins at once.
+    worker.STUCK_AFTER_S = 1.0
+    engine.STUCK_HOLD_S = 0.1
     sys.exit(engine.main(libraries=libraries))

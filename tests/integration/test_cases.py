@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +136,12 @@ def test_c13_shared_anonymous_pages_count(daemon: Daemon, spawn: type[Worker]) -
     assert stopped["fence"] == "sigkill"
 
 
+@pytest.mark.root
+def test_c13_locked_memory_is_shown(daemon: Daemon, spawn: type[Worker]) -> None:
+    assert spawn("locked", "256MiB", "64").hears() == ["locked"]
+    eventually(lambda: daemon.status()["processes"][0]["locked"] == 64 * MIB)
+
+
 def test_c13_a_segment_that_two_map_is_counted_once(daemon: Daemon, spawn: type[Worker]) -> None:
     worker = spawn("two_on_a_segment", "200MiB", "300")
     assert {worker.hears()[0], worker.hears()[0]} == {"parent", "child"}
@@ -145,6 +152,22 @@ def test_c13_a_segment_that_two_map_is_counted_once(daemon: Daemon, spawn: type[
     state = daemon.status()
     assert {process["verdict"] for process in state["processes"]} == {"ok"}
     assert worker.process.poll() is None
+
+
+def test_c13_two_processes_on_one_posix_segment_are_billed_its_bytes_once(
+    daemon: Daemon, spawn: type[Worker]
+) -> None:
+    """300 MiB in each of them, 600 by their RSS; 150 each by its share."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="umad-test-") as segment:
+        segment.truncate(300 * MIB)
+        for name in ("first", "second"):
+            # Alone, the first is billed all of it.
+            quota = "320MiB" if name == "first" else "200MiB"
+            assert spawn("shared_segment", name, quota, segment.name).hears() == ["touched"]
+        for _ in range(5):
+            eventually(lambda: daemon.status()["sample"]["age_s"] < 0.05)
+        assert {process["verdict"] for process in daemon.status()["processes"]} == {"ok"}
+        assert not [line for line in daemon.log if line["event"] in ("revoked", "stopped")]
 
 
 # ------------------------------------------------------------------------- C14
@@ -166,6 +189,9 @@ def test_c14_what_is_not_touched_is_not_used_and_what_is_touched_is_stopped(
         asked = time.monotonic()
         error = peer.call("register", model="huge", quota=1 << 40)
         assert error["code"] == "never_fits"
+        key = peer.call("register", model="small", quota=MIB)["worker"]
+        error = peer.call("reserve", worker=key, bytes=1 << 40, wait_s=60.0)
+        assert error["code"] == "quota_exceeded", "an error, not a wait"
         assert time.monotonic() - asked < 1.0
 
 
@@ -198,6 +224,18 @@ def test_c16_memory_that_is_kept_on_purpose_stays_booked(
         worker.step()
         assert worker.hears()[0] == "cleared"
         assert rival.call("reserve", worker=key, wait_s=2.0)["bytes"] == 300 * MIB
+
+
+def test_c16_an_error_that_is_kept_keeps_no_tensors(daemon: Daemon, spawn: type[Worker]) -> None:
+    worker = spawn("failed_forward")
+    word, full = worker.hears()
+    assert (word, int(full) > 300) == ("full", True)
+    word, left, cause = worker.hears()
+    assert (word, cause) == ("failed", "MemoryError")
+    assert int(left) < 10
+    assert worker.hears()[0] == "full"
+    word, left = worker.hears()
+    assert (word, int(left) < 10) == ("again", True)
 
 
 # ------------------------------------------------------------------------- C17
@@ -339,3 +377,19 @@ def test_c37_an_exception_never_reaches_the_next_job() -> None:
     assert stray == 0
     assert hit >= 100
     assert not block.interrupt()
+
+
+# -------------------------------------------------------------------------- R6
+
+
+@pytest.mark.models
+def test_r6_ten_threads_with_a_forward_each_get_no_team_each(
+    daemon: Daemon, spawn: type[Worker]
+) -> None:
+    """89 threads without umad: ten, and a team of eight for each."""
+    worker = spawn("many_threads")
+    word, more = worker.hears()
+    assert word == "threads"
+    cores = len(os.sched_getaffinity(0))
+    assert int(more) <= 10 + min(8, cores) - 1, "the first has a team, no other has"
+    assert worker.hears() == ["later", "8"]

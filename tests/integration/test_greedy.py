@@ -92,17 +92,23 @@ async def everything(daemon: Daemon, engine: EngineProcess, folder: Path) -> Non
         assert crowd.wrong == [], way
         after = await asyncio.to_thread(held, daemon)
         assert after - before < NOISE, f"{way}: {(after - before) / MIB:.0f} MiB are not back"
-    # During its load: it alone fails, and comes back.
+    # The sixth way, during its load: it alone fails, and comes back.
     crowd = Crowd(engine, expected)
     others = [asyncio.ensure_future(crowd.ask(other)) for other in NAMES[1:]]
-    (folder / NAMES[0] / "greedy").touch()
+    greedy = folder / NAMES[0] / "greedy"  # the next load is, and takes the file away
+    greedy.touch()
     with pytest.raises(UmadError):
         await engine.run(NAMES[0], deadline_s=60.0, prompt="leak")
+    await until(lambda: not greedy.exists() and engine.state(NAMES[0]) == "failed")
+    assert engine.link.status(NAMES[0])["error"]["code"] == "quota_exceeded"
     assert await again(engine, NAMES[0]) == expected[NAMES[0]]
-    assert not (folder / NAMES[0] / "greedy").exists()
+    answered = crowd.answered
+    await until(lambda: crowd.answered > answered + 8 or bool(crowd.wrong))
     crowd.end()
     await asyncio.gather(*others)
     assert crowd.wrong == []
+    after = await asyncio.to_thread(held, daemon)
+    assert after - before < NOISE, f"load: {(after - before) / MIB:.0f} MiB are not back"
     assert not [line for line in daemon.log if line["event"] in ("revoked", "stopped")]
     assert engine.process.returncode is None
 

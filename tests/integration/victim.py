@@ -14,10 +14,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import numpy
 import torch
 
-from umad.client import WorkerRevoked, connect
+from umad.client import WorkerRevoked, connect, shared
 
 MIB = 1 << 20
 
@@ -79,17 +81,25 @@ def pinned() -> None:
     threading.Event().wait(60)
 
 
+def arrays() -> None:
+    """What is no tensor is never taken by force: it would break more than this worker."""
+    others.append(numpy.ones(300 * MIB // 8))
+
+
 kept: list[Hoard] = []
+others: list[Any] = []
+cache: list[torch.Tensor] = []  # of the module: made by the victim, used by the neighbour too
 MODES: dict[str, Callable[[], None]] = {
     "matmul": matmul,
     "sleep": lambda: threading.Event().wait(60) and None,
     "bare except": swallow,
-    "retry": retry,
+    "retry": retry,  # a swallowed exception
     "lock": lock,
     "loop": loop,
     "from_pretrained": from_pretrained,
     "pinned": pinned,
 }
+TAKES: dict[str, Callable[[], None]] = {"arrays": arrays}  # and sleeps then
 
 
 def main(socket: str, mode: str, size: int) -> None:
@@ -120,8 +130,11 @@ def main(socket: str, mode: str, size: int) -> None:
     def misbehave() -> None:
         try:
             with worker.forward():
+                with shared():
+                    cache.append(torch.ones(8 * MIB))
+                TAKES.get(mode, lambda: None)()
                 busy.set()
-                MODES[mode]()
+                MODES.get(mode, MODES["sleep"])()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is told
             ended.append(type(error).__name__)
 
@@ -145,6 +158,7 @@ def main(socket: str, mode: str, size: int) -> None:
         "wrong": wrong,
         "zeroed": bool(hoard.weights[0] == 0),
         "neighbour": bool((model.weights == 1).all()),
+        "shared": bool((cache[0] == 1).all()),
     }
     with contextlib.suppress(WorkerRevoked):
         worker.check_revoked()

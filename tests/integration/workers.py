@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from umad.client import Client, UmadError, connect
@@ -83,6 +84,17 @@ def shared_anonymous(client: Client, quota: str, size: str) -> None:
     step()
 
 
+def locked(client: Client, quota: str, size: str) -> None:
+    """Pages that cannot be reclaimed, as pinned buffers are."""
+    client.worker("pinned", quota=quota)
+    pages = mmap.mmap(-1, int(size) * MIB)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    if ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(at), ctypes.c_size_t(len(pages))):
+        raise OSError(ctypes.get_errno(), "mlock")
+    say("locked")
+    step()
+
+
 def two_on_a_segment(client: Client, quota: str, size: str) -> None:
     """A parent and a child map one segment; each is a worker."""
     segment = mmap.mmap(-1, int(size) * MIB)
@@ -127,6 +139,74 @@ def failed_load(client: Client, keep: str) -> None:
     kept.clear()
     give_back()
     say("cleared", (process_bytes() - before) // MIB)
+    step()
+
+
+def failed_forward(client: Client) -> None:
+    """A job runs out of memory; the loop around it stores its last error and goes on."""
+    worker = client.worker("failing", quota="400MiB")
+    kept: list[Any] = []
+
+    def job() -> None:
+        block = touched(300 * MIB)
+        say("full", process_bytes() // MIB)
+        raise MemoryError(f"no more than {len(block)}")
+
+    def batch() -> None:
+        try:
+            with worker.forward():
+                job()
+        except MemoryError as error:
+            kept.append(error)
+
+    before = process_bytes()
+    batch()
+    say("failed", (process_bytes() - before) // MIB, type(kept[0].__cause__).__name__)
+    batch()  # and the next one begins with all of its room
+    say("again", (process_bytes() - before) // MIB)
+    step()
+
+
+def os_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def many_threads(client: Client) -> None:
+    """Ten threads that run one forward each, all of them alive until the end."""
+    import torch
+
+    torch.set_num_threads(8)
+    worker = client.worker("many", quota="400MiB")
+    matrix = worker.load(lambda: Tensors(torch.randn(600, 600)))
+    before = os_threads()
+    met = threading.Barrier(11)
+
+    def forward() -> None:
+        with worker.forward():
+            torch.relu(matrix.tensor @ matrix.tensor)
+        met.wait()
+        met.wait()
+
+    threads = [threading.Thread(target=forward) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    met.wait()
+    say("threads", os_threads() - before)
+    met.wait()
+    for thread in threads:
+        thread.join()
+    later = threading.Thread(target=lambda: say("later", torch.get_num_threads()))
+    later.start()
+    later.join()
+
+
+def shared_segment(client: Client, name: str, quota: str, path: str) -> None:
+    """Maps a segment of POSIX shared memory and touches all of it."""
+    client.worker(name, quota=quota)
+    with Path(path).open("r+b") as file:
+        segment = mmap.mmap(file.fileno(), 0)
+    segment[::4096] = b"\x01" * (len(segment) // 4096)
+    say("touched")
     step()
 
 
@@ -222,8 +302,12 @@ BEHAVIOURS = {
     "load_and_hold": load_and_hold,
     "torch_touch": torch_touch,
     "shared_anonymous": shared_anonymous,
+    "locked": locked,
     "two_on_a_segment": two_on_a_segment,
     "failed_load": failed_load,
+    "failed_forward": failed_forward,
+    "many_threads": many_threads,
+    "shared_segment": shared_segment,
     "fragments": fragments,
     "grow": grow,
     "hold_the_gil": hold_the_gil,

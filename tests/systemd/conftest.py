@@ -90,7 +90,7 @@ def machine() -> Iterator[Container]:
 def _package(machine: Container) -> Container:
     """The files of the package in their places, users and folders made."""
     for source in (PROJECT / "systemd").iterdir():
-        if source.suffix in (".service", ".socket", ".slice"):
+        if source.suffix in (".service", ".socket", ".slice", ".path"):
             machine.path(f"/etc/systemd/system/{source.name}").write_bytes(source.read_bytes())
     for kind in ("sysusers", "tmpfiles"):
         text = (PROJECT / f"systemd/umad.{kind}").read_bytes()

@@ -62,7 +62,9 @@ def strict(umad: Installed, swappiness: int, vfs_cache_pressure: int) -> None:
 def test_systemd_finds_no_fault_in_the_units(umad: Installed) -> None:
     umad.machine.path("/run/systemd/system/umad.service.d/0.conf").unlink()
     done = umad.run("cd /etc/systemd/system && systemd-analyze verify --man=no umad*.s*")
-    assert done.stdout + done.stderr == ""
+    found = (done.stdout + done.stderr).splitlines()
+    # systemd before 254; the unit says what it means there.
+    assert [line for line in found if "'FileDescriptorStorePreserve'" not in line] == []
 
 
 def test_start_returns_when_the_daemon_can_answer(umad: Installed) -> None:

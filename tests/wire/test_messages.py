@@ -103,6 +103,7 @@ def test_defaults_are_filled_in_and_the_callers_dict_is_left_alone():
         "pin": False,
         "thread": 0,
         "guard": False,
+        "recycle": False,
     }
 
 

@@ -24,6 +24,7 @@ _STATE_STYLES: Final = {
     "revoked": "bold red",
     "killed": "bold red",
     "unkillable": "bold red",
+    "orphaned": "bold red",
 }
 
 
@@ -36,7 +37,10 @@ def status(state: Mapping[str, Any]) -> Iterator[RenderableType]:
         f"  generation {state['generation']}",
         ("  recovering: former workers may return", "yellow") if state["recovering"] else "",
     )
+    if daemon["conservative"]:
+        yield Text("conservative mode: half of the memory may be booked", style="yellow")
     yield Text(daemon["socket"], style="dim")
+    yield from pace(state)
     yield ""
     yield _pools(state)
     if state["workers"]:
@@ -50,6 +54,25 @@ def status(state: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield ""
         yield _queue(state)
     yield from _notes(state)
+
+
+_REASONS: Final = {
+    "ease": "at ease",
+    "returning": "bytes are on their way back",
+    "growing": "a limit is coming nearer",
+    "near_limit": "a limit is near",
+    "short_memory": "the machine is short of memory",
+}
+
+
+def pace(state: Mapping[str, Any]) -> Iterator[Text]:
+    """How often memory is looked at and why, and whether it is short by the kernel's word."""
+    if (now := state["pace"]) is not None:
+        glances = f", a glance every {format_duration(now['glance_s'])}" if now["glance_s"] else ""
+        look = format_duration(now["look_s"])
+        yield Text(f"a look every {look}{glances}: {_REASONS.get(now['reason'], '?')}", style="dim")
+    if state["pressed"]:
+        yield Text("tasks stall on memory: twice the reserve is kept", style="yellow")
 
 
 def _pools(state: Mapping[str, Any]) -> RenderableType:
@@ -123,13 +146,33 @@ def _notes(state: Mapping[str, Any]) -> Iterator[RenderableType]:
     for why in sorted({process["guard_off"] for process in state["processes"]} - {""}):
         pids = [str(one["pid"]) for one in state["processes"] if one["guard_off"] == why]
         yield Text(f"\nguard: off in pid {', '.join(pids[:5])}: {why}", style="yellow")
+    yield from fragmented(state["fragmentation"])
     sample = state["sample"]
     if sample is not None and sample["age_s"] > 2:
         yield Text(f"\nlast look at memory {format_duration(sample['age_s'])} ago", style="red")
     for anomaly in sample["anomalies"] if sample else ():
         yield Text(f"\nreading that contradicts itself: {anomaly}", style="yellow")
-    for warning in state["daemon"]["warnings"]:
+    yield from _preflight(state["daemon"])
+
+
+def fragmented(lies: Mapping[str, Any]) -> Iterator[Text]:
+    """A line for whatever lies in crumbs; nothing for a risk that is low or not known."""
+    devices = [(one, f"device memory of pid {one['pid']}") for one in lies["devices"]]
+    for one, of in [(lies, "free memory"), *devices]:
+        if one["risk"] == "high":
+            step = f"; step: {lies['step']}" if one is lies and lies["step"] else ""
+            yield Text(f"\n{of} is fragmented: {one['reason']}{step}", style="yellow")
+
+
+def _preflight(daemon: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """In spite of what it runs, one line each; the doctor has the commands."""
+    for warning in daemon["warnings"]:
         yield Text(f"\nnot set up: {warning}", style="yellow")
+    if daemon["warnings"]:
+        names = ", ".join(daemon["permissive"])
+        yield Text(f"\nstarted all the same: --permissive={names}; mend it: umadctl doctor")
+    elif daemon["advice"]:
+        yield Text(f"\n{len(daemon['advice'])} advised: umadctl doctor", style="dim")
 
 
 def _table(*columns: str) -> Table:

@@ -22,6 +22,8 @@ METHODS: Final[dict[str, Permission]] = {
     "hello": Permission.READ,
     "ping": Permission.READ,
     "status": Permission.READ,
+    "metrics": Permission.READ,
+    "snapshot": Permission.READ,
     "events": Permission.READ,
     "register": Permission.WORKER,
     "unregister": Permission.WORKER,
@@ -34,7 +36,9 @@ METHODS: Final[dict[str, Permission]] = {
     "admit": Permission.WORKER,
     "forward_done": Permission.WORKER,
     "progress": Permission.WORKER,
+    "segments": Permission.WORKER,
     "set_quota": Permission.ADMIN,
+    "cost": Permission.READ,
 }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from umad.core.cost import Sample
 from umad.errors import UmadError
 from umad.values import Identity
 
@@ -89,8 +90,36 @@ class CloseAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class Compact:
+    """Ask for the machine's memory to be compacted, by whoever may."""
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """Take a snapshot now instead of at the next tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep what a forward of this model took beyond a restart."""
+
+    model: str
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """What is kept of this model is of this shape, or is to be forgotten."""
+
+    model: str
+    shape: str
+
+
+@dataclass(frozen=True, slots=True)
+class RememberStop:
+    """Keep that somebody was stopped."""
+
+    stop: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +144,10 @@ Action = (
     | OpenAccount
     | SetLimit
     | CloseAccount
+    | Compact
     | Look
+    | Remember
+    | Reshape
+    | RememberStop
     | Event
 )

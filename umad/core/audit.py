@@ -21,6 +21,9 @@ class ProcessBooks:
     and in use, ``releasing`` given back by word only, ``quotas`` the sum of the steady quotas of
     the workers that have not left.  ``limit`` is the most the process may
     hold, baseline included, before it is in breach; None when no worker is left to be judged.
+    ``orphaned``: the process has ended, and what is measured is the rest of its family.
+    ``limit_released`` is what it may hold once all has gone that was given back by word, where it
+    may be killed for less; else None.
     """
 
     identity: Identity
@@ -31,6 +34,8 @@ class ProcessBooks:
     limit: int | None
     loading: bool
     by_pool: tuple[tuple[str, int], ...]
+    orphaned: bool = False
+    limit_released: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,10 @@ class Breach:
         return self.measured - self.limit
 
 
+# Reasons for a breach beside the quotas.
+ORPHANED: Final = "orphaned"
+LEAKING: Final = "leaking"
+
 Subject = tuple[Identity, int | None]
 """A process, or one worker of it."""
 
@@ -83,6 +92,7 @@ def breaches(
     1. A worker whose account holds more than it may is to blame, and nobody beside it.
     2. A process over the sum of its books is to blame as a whole only when no account of it
        is: what no guard counted has no other owner.
+    3. One that keeps what it gave back long ago is in breach where policy says so.
     """
     found = [
         Breach(
@@ -100,21 +110,27 @@ def breaches(
     blamed = {breach.identity for breach in found}
     for process in books:
         reading = snapshot.processes.get(process.identity)
-        if process.limit is None or reading is None or not reading.alive:
+        if reading is None or not reading.alive or process.identity in blamed:
             continue
-        if process.identity in blamed:
+        size = reading.bytes.value
+        if size is None:
             continue
-        if reading.bytes.value is not None and reading.bytes.value > process.limit:  # 2
-            found.append(
-                Breach(
-                    process.identity,
-                    reading.bytes.value,
-                    process.limit,
-                    reading.bytes.source,
-                    "peak_exceeded" if process.loading else "quota_exceeded",
-                    snapshot.taken_s,
-                )
+        if process.limit is not None and size > process.limit:  # 2
+            limit, reason = process.limit, "peak_exceeded" if process.loading else "quota_exceeded"
+        elif process.limit_released is not None and size > process.limit_released:  # 3
+            limit, reason = process.limit_released, LEAKING
+        else:
+            continue
+        found.append(
+            Breach(
+                process.identity,
+                size,
+                limit,
+                reading.bytes.source,
+                ORPHANED if process.orphaned else reason,
+                snapshot.taken_s,
             )
+        )
     return sorted(found, key=lambda breach: (-breach.over, breach.identity.pid))
 
 
@@ -166,21 +182,6 @@ def reserve_of(capacity: int, pool: str, configured: int | None) -> int:
     return max(4 * GIB, capacity // 25) if configured is None else configured
 
 
-def time_to_limit_s(books: ProcessBooks, earlier: Snapshot, now: Snapshot) -> float | None:
-    """Seconds until a process reaches its limit at the rate of the last two looks; None: never."""
-    before, after = (snapshot.processes.get(books.identity) for snapshot in (earlier, now))
-    passed_s = now.taken_s - earlier.taken_s
-    if books.limit is None or before is None or after is None or passed_s <= 0:
-        return None
-    if before.bytes.value is None or after.bytes.value is None:
-        return None
-    rate = (after.bytes.value - before.bytes.value) / passed_s
-    left = books.limit - after.bytes.value
-    if left <= 0:
-        return 0.0
-    return left / rate if rate > 0 else None
-
-
 @dataclass(frozen=True, slots=True)
 class Headroom:
     """What a pool can give right now; ``bytes`` is None when it cannot be known."""
@@ -217,7 +218,12 @@ def _held(books: ProcessBooks, pool: PoolReading, snapshot: Snapshot) -> int:
     if reading is None or reading.bytes.value is None:
         return 0
     if pool.name != SYSTEM_POOL:
-        return reading.gpu_bytes
-    unified = any(other.parent == SYSTEM_POOL for other in snapshot.pools.values())
-    held = reading.host_bytes + (reading.gpu_bytes if unified else 0)
+        return dict(reading.gpu).get(pool.name, 0)
+    # GPU pages of system DRAM, whichever pool they were taken through, are this pool's too.
+    held = reading.host_bytes + sum(size for name, size in reading.gpu if _dram(name, snapshot))
     return max(0, held - books.baseline)
+
+
+def _dram(name: str, snapshot: Snapshot) -> bool:
+    pool = snapshot.pools.get(name)
+    return pool is not None and SYSTEM_POOL in (name, pool.parent)

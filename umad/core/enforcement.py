@@ -5,14 +5,17 @@ fenced.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
-from umad.core import membership
+from umad.core import kin, membership
 from umad.core.actions import Action, CloseAccount, Event, Kill, Notify, SetLimit
-from umad.core.audit import Breach
+from umad.core.audit import ORPHANED, Breach
 from umad.core.state import Member, State
 from umad.core.watchdog import Case, Complied, KillNow, Revoke, Unkillable, Verdict
 from umad.units import format_bytes
+
+# How a stop can end: told to, the guard took the bytes, killed; an orphan that went by itself.
+FENCES: Final = ("revoke", "return", "sigkill", "exit")
 
 
 def limits(state: State) -> list[Action]:
@@ -39,6 +42,8 @@ def blamed(state: State, breach: Breach) -> tuple[str, ...]:
 def carry_out(state: State, verdict: Verdict, now_s: float) -> Iterator[Action]:
     """What follows from a verdict."""
     case = verdict.case
+    if isinstance(verdict, Revoke) and case.breach.reason == ORPHANED:
+        return  # nobody is there to be told; people were, at the end of the process
     if isinstance(verdict, Revoke):
         state.counters["revocations"] += 1
         yield from _fence(state, case)
@@ -52,7 +57,8 @@ def carry_out(state: State, verdict: Verdict, now_s: float) -> Iterator[Action]:
         yield from _returned(state, case, now_s)
     elif isinstance(verdict, KillNow):
         state.counters["kills"] += 1
-        yield Kill(case.identity, case.breach.reason)
+        for victim in kin.victims(state.processes[case.identity]):
+            yield Kill(victim, case.breach.reason)
     elif isinstance(verdict, Unkillable):
         state.counters["unkillable"] += 1
         yield _case_event("unkillable", "error", case, after_s=now_s - (case.killed_s or now_s))
@@ -67,7 +73,7 @@ def stopped(state: State, case: Case, freed: int, now_s: float, fence: str = "")
         "stopped",
         "warning",
         case,
-        fence=fence or ("revoke" if case.killed_s is None else "sigkill"),
+        fence=fence or _fence_of(case),
         seen_to_revoke_s=round(case.revoked_s - seen_s, 6),
         seen_to_kill_s=None if case.killed_s is None else round(case.killed_s - seen_s, 6),
         seen_to_gone_s=round(now_s - seen_s, 6),
@@ -75,6 +81,12 @@ def stopped(state: State, case: Case, freed: int, now_s: float, fence: str = "")
         freed_bytes=freed,
         left_bytes=0 if not fence or reading is None else reading.bytes.value,
     )
+
+
+def _fence_of(case: Case) -> str:
+    if case.killed_s is not None:
+        return "sigkill"
+    return "exit" if case.breach.reason == ORPHANED else "revoke"
 
 
 def _fence(state: State, case: Case) -> Iterator[Action]:

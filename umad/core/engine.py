@@ -8,28 +8,37 @@ each call returns actions and leaves the books whole.  The fixed order of one lo
 3. processes over their limit are found, the watchdog decides;
 4. deadlines pass: leases, waits, the mutex, cut-off workers;
 5. who waits is granted what is there;
-6. the invariants are checked.
+6. the invariants are checked;
+7. a new reading of how free memory lies moves the ladder against fragmentation.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from umad.config import Settings
-from umad.core import enforcement, grants, membership, report, requests
+from umad.core import enforcement, grants, kin, ladder, membership, report, requests
 from umad.core.access import METHODS, Access
-from umad.core.actions import Action, Event, Look, Notify, Refuse, Unwatch
-from umad.core.audit import breaches, still_there, time_to_limit_s
+from umad.core.actions import Action, Event, Look, Notify, Refuse, RememberStop, Unwatch
+from umad.core.audit import ProcessBooks, breaches, still_there
+from umad.core.pace import Pace, fastest, pace
 from umad.core.state import Client, State
+from umad.core.watchdog import LEAKING_AFTER_S
 from umad.errors import AccessDenied, RequestRejected, UnknownMethod
-from umad.values import AccountFigures, Identity, LeaseKind, Peer, ProcessReading, Snapshot
+from umad.values import (
+    SYSTEM_POOL,
+    AccountFigures,
+    Identity,
+    LeaseKind,
+    PageFigures,
+    Peer,
+    ProcessReading,
+    Snapshot,
+)
 
-# While bytes are on their way back, or a victim is on its way out, a look costs less than waiting.
-FAST_PACE_S: Final = 0.01
-# Given back by word, and still there: by then an honest worker's bytes are long gone.
-LEAKING_AFTER_S: Final = 5.0
 # How long a fast pace is worth it; after that the bytes come at the ordinary pace.
 FAST_FOR_S: Final = 5.0
+# A child that is not known yet may be there for this long.
+SEARCH_EVERY_S: Final = 1.0
 
 
 class Engine:
@@ -43,11 +52,15 @@ class Engine:
         generation: int,
         recovering_until_s: float,
         unix_offset_s: float = 0.0,
+        fill_rate: int = 0,
     ) -> None:
         self.state = State(settings, access, generation, recovering_until_s)
+        self.state.fill_rate = fill_rate
+        self._earlier: Snapshot | None = None
+        self._books: list[ProcessBooks] = []  # as the last look has left them
         self._fast_until_s = 0.0
-        self._unix_offset_s = unix_offset_s
-        self._time_to_limit_s = math.inf
+        self._search_s = 0.0
+        self.unix_offset_s = unix_offset_s
 
     # ------------------------------------------------------------ connections
 
@@ -113,10 +126,25 @@ class Engine:
                 f"to call {method!r}"
             )
         actions = list(handler(self.state, call))
+        if method == "register":
+            self._search_s = call.now_s
         if method in _FREEING:
             self._fast_until_s = call.now_s + FAST_FOR_S
             actions.extend(self._served(call.now_s))
         return actions
+
+    def found(
+        self,
+        identity: Identity,
+        comm: str,
+        uid: int | None,
+        page: PageFigures,
+        process: ProcessReading,
+        now_s: float,
+    ) -> list[Action]:
+        """A live process's account page from before a restart of the daemon has turned up."""
+        actions = membership.found(self.state, identity, comm, uid, page, process, now_s)
+        return self._record(actions, now_s)
 
     # ----------------------------------------------------------------- looks
 
@@ -135,20 +163,24 @@ class Engine:
         """
         state = self.state
         if state.snapshot is not None:
-            times = (time_to_limit_s(b, state.snapshot, snapshot) for b in state.books())
-            self._time_to_limit_s = min((t for t in times if t is not None), default=math.inf)
-        state.snapshot = snapshot
+            state.fill_rate = max(state.fill_rate, int(fastest(state.snapshot, snapshot)))
+        grants.take_pressure(state, snapshot)
+        self._earlier, state.snapshot = state.snapshot, snapshot
         for key, member in state.members.items():
             member.figures = (accounts or {}).get(key)
         grants.take_budgets(state, snapshot)  # 1
-        for process in state.processes.values():  # 2
-            books = state.books_of(process)
-            left = still_there(books, snapshot.processes.get(process.identity))
-            if books.releasing and left is not None:
+        books = list(state.books())
+        for at, mine in enumerate(books):  # 2
+            if not mine.releasing:
+                continue
+            left = still_there(mine, snapshot.processes.get(mine.identity))
+            if left is not None:
+                process = state.processes[mine.identity]
                 state.ledger.settle(process.members, LeaseKind.BURST, left.bursts)
                 state.ledger.settle(process.members, LeaseKind.LOAD, left.loads)
+                books[at] = state.books_of(process)
         actions: list[Action] = []
-        found = breaches(state.books(), state.accounts(), snapshot)  # 3
+        found = breaches(books, state.accounts(), snapshot)  # 3
         for breach in found:
             process = state.processes[breach.identity]
             opened = state.watchdog.open(
@@ -161,17 +193,47 @@ class Engine:
         self._forget_left()
         actions.extend(self._advance(now_s))  # 4, 5
         state.ledger.check()  # 6
+        self._books = list(state.books()) if actions else books
+        if snapshot.zones is not None:
+            actions.extend(ladder.observe(state, snapshot.zones, now_s))  # 7
         return self._record(actions, now_s)
 
     def limits(self) -> dict[Identity, int]:
-        """What each judged process may hold, in bytes."""
+        """What each judged process may hold, in bytes; an orphaned family nothing, for certain."""
         return {
-            books.identity: books.limit for books in self.state.books() if books.limit is not None
+            books.identity: limit
+            for books in self.state.books()
+            if (limit := books.limit if books.limit_released is None else books.limit_released)
         }
 
     def exited(self, identity: Identity, now_s: float) -> list[Action]:
-        """The kernel says that a process has ended: its bytes are back."""
-        actions = list(self._gone(identity, now_s))
+        """The kernel says that a process has ended: its bytes are back, or its family has them."""
+        process = self.state.processes.get(identity)
+        if process is not None and process.members and process.family:
+            self._fast_until_s = now_s + FAST_FOR_S
+            actions = list(kin.orphaned(self.state, process, now_s))
+        else:
+            actions = list(self._gone(identity, now_s))
+        actions.extend(self._served(now_s))
+        return self._record(actions, now_s)
+
+    def search_due(self, now_s: float) -> bool:
+        """Whether families must be searched for before the next look at memory.
+
+        Every second, since it costs a few milliseconds; and whenever something depends on it.
+        """
+        due = bool(self.state.processes) and now_s >= self._search_s
+        return due or kin.urgent(self.state, now_s)
+
+    def searched(
+        self, families: Mapping[Identity, frozenset[Identity]], now_s: float
+    ) -> list[Action]:
+        """The families of the registered processes, as a search has found them."""
+        self._search_s = now_s + SEARCH_EVERY_S
+        actions = list(kin.found(self.state, families))
+        for identity, process in list(self.state.processes.items()):
+            if process.ended and not process.family:
+                actions.extend(self._gone(identity, now_s))
         actions.extend(self._served(now_s))
         return self._record(actions, now_s)
 
@@ -205,17 +267,27 @@ class Engine:
         ]
         return min((moment for moment in moments if moment is not None), default=None)
 
-    def pace_s(self, now_s: float) -> float:
-        """Seconds to the next look at memory."""
-        interval_s = self.state.settings.memory.interval
-        cases = list(self.state.watchdog.cases)
-        releasing = any(self.state.ledger.holding(key).releasing for key in self.state.members)
-        if any(case.worker is not None and case.killed_s is None for case in cases):
-            return min(FAST_PACE_S, interval_s)  # its bytes are being taken: a matter of a moment
-        if (cases or releasing) and now_s < self._fast_until_s:
-            return min(FAST_PACE_S, interval_s)
-        # Four looks before the limit at the present rate, so that little is missed.
-        return min(interval_s, max(FAST_PACE_S, self._time_to_limit_s / 4))
+    def pace(self, now_s: float) -> Pace:
+        """When the next look at memory comes, and who is glanced at until then."""
+        state = self.state
+        assert state.snapshot is not None, "there is a look before there is a pace"
+        cases = list(state.watchdog.cases)
+        if any(case.killed_s is None and now_s - case.revoked_s < FAST_FOR_S for case in cases):
+            returning = True  # its bytes are being taken: a matter of a moment
+        else:
+            returning = now_s < self._fast_until_s and (
+                bool(cases) or any(state.ledger.holding(key).releasing for key in state.members)
+            )
+        state.pace = pace(
+            self._books,
+            self._earlier,
+            state.snapshot,
+            interval_s=state.settings.memory.interval,
+            fill_rate=state.fill_rate,
+            reserve=state.reserves.get(SYSTEM_POOL, 0),
+            returning=returning,
+        )
+        return state.pace
 
     def status(self, now_s: float) -> dict[str, Any]:
         """The whole state as plain values."""
@@ -256,7 +328,7 @@ class Engine:
     def _forget_left(self) -> None:
         """Workers that left and hold nothing any more."""
         for process in self.state.processes.values():
-            for key in list(process.members):
+            for key in () if process.ended else list(process.members):
                 member = self.state.members[key]
                 if member.revoked:
                     continue  # its thread may live on, and its slot with it
@@ -279,6 +351,9 @@ class Engine:
                 {"worker": member.worker.name, "lease": lease.id, "bytes": lease.bytes},
             )
         yield from self._find_leaks(now_s)
+        for process in state.processes.values():
+            if process.unclaimed and process.unclaimed_until_s <= now_s:
+                yield from membership.abandon(process)
         holder = state.mutex.holder
         if holder is not None and holder.deadline_s <= now_s:
             state.mutex.take_away(holder.worker)
@@ -304,6 +379,8 @@ class Engine:
                 member.releasing_s, member.leaking = None, False
             elif member.releasing_s is None:
                 member.releasing_s = now_s
+            elif self.state.processes[member.worker.identity].ended:
+                continue  # its end was no claim of its worker's
             elif not member.leaking and now_s - member.releasing_s >= LEAKING_AFTER_S:
                 member.leaking = True
                 self.state.counters["leaks"] += 1
@@ -326,7 +403,9 @@ class Engine:
     def _drop_processes(self) -> Iterator[Action]:
         """Processes without a worker are nobody's business."""
         for identity, process in list(self.state.processes.items()):
-            if not process.members and self.state.watchdog.case(identity) is None:
+            if process.members or process.unclaimed:
+                continue
+            if self.state.watchdog.case(identity) is None:
                 del self.state.processes[identity]
                 yield Unwatch(identity)
 
@@ -341,10 +420,13 @@ class Engine:
                 entry = {
                     "seq": self.state.event_seq,
                     "name": action.name,
-                    "unix_s": round(now_s + self._unix_offset_s, 6),
+                    "unix_s": round(now_s + self.unix_offset_s, 6),
                     **action.fields,
                 }
                 self.state.events.append(entry)
+                if action.name == "stopped":
+                    stop = self.state.history.stopped(action.fields, entry["unix_s"])
+                    out.append(RememberStop(stop))
                 out.extend(
                     Notify(client.id, "event", entry)
                     for client in self.state.clients.values()

@@ -25,6 +25,7 @@ from umad.units import format_bytes
 from umad.values import SYSTEM_POOL, Lease, LeaseKind, PoolReading, Snapshot
 
 HOLDERS_NAMED_MAX = 8
+PRESSURE_RETRY_S = 5.0  # an average over 10 s has halved by then
 
 
 def take_budgets(state: State, snapshot: Snapshot) -> None:
@@ -33,6 +34,8 @@ def take_budgets(state: State, snapshot: Snapshot) -> None:
         capacity = reading.capacity.value
         if capacity is None:
             continue
+        if state.settings.memory.conservative:
+            capacity //= 2  # what is shown may not be there: half of it is promised
         reserve = reserve_of(capacity, reading.name, state.settings.memory.reserve)
         budget = max(0, capacity - reserve)
         if reading.parent is not None:
@@ -43,18 +46,44 @@ def take_budgets(state: State, snapshot: Snapshot) -> None:
         state.ledger.set_pool(Pool(reading.name, budget, reading.parent))
 
 
+def take_pressure(state: State, snapshot: Snapshot) -> None:
+    """Note whether tasks stall on memory.
+
+    1. some of them for more than a tenth of the last 10 s, or all at once since the last look;
+    2. no longer once that is 2 s ago and less than a twentieth stalls, so that it does not flutter;
+    3. figures that cannot be read change nothing; a machine without them is judged by bytes alone.
+
+    Source: memory-sources, "Formulas".
+    """
+    some = snapshot.info.get("psi_some_permille_avg10")
+    full_us = snapshot.info.get("psi_full_us_total")
+    if not isinstance(some, int) or not isinstance(full_us, int):
+        return  # 3
+    risen = state.full_us is not None and full_us > state.full_us
+    state.full_us = full_us
+    if some > 100 or risen:  # 1
+        state.pressed, state.pressed_s = True, snapshot.taken_s
+    elif some < 50 and snapshot.taken_s - state.pressed_s >= 2.0:  # 2
+        state.pressed = False
+
+
 def free_now(state: State, reading: PoolReading) -> tuple[int | None, str, str]:
     """What a pool can give at this moment: (bytes or None, binding limit, problem)."""
     assert state.snapshot is not None
-    room = headroom(reading, state.reserves.get(reading.name, 0), state.books(), state.snapshot)
+    reserve = state.reserves.get(reading.name, 0)
+    # Stalls alone refuse nothing: one container that thrashes makes them, with memory in plenty.
+    # They say that the last of what seems available comes slowly: so twice the reserve is kept.
+    pressed = state.pressed and reading.name == SYSTEM_POOL
+    room = headroom(reading, reserve * 2 if pressed else reserve, state.books(), state.snapshot)
     if room.bytes is None or reading.name not in state.ledger.pools:
         return None, room.binding, room.problem or "its capacity is unknown"
     in_books = min(
         pool.budget - state.ledger.booked(pool.name) for pool in state.ledger.chain(reading.name)
     )
+    in_books -= state.unclaimed()
     if in_books < room.bytes:
         return max(0, in_books), "budget", ""
-    return room.bytes, room.binding, ""
+    return room.bytes, "psi" if pressed else room.binding, ""
 
 
 def refusal(
@@ -120,7 +149,7 @@ def _no_room(
             return QuotaDenied(  # 5
                 f"{format_bytes(size)} asked of pool {name!r}, {format_bytes(free)} free "
                 f"(bound by {binding}); {_holders_text(state)}",
-                retry_after_s=1.0,
+                retry_after_s=PRESSURE_RETRY_S if binding == "psi" else 1.0,
                 details={
                     "asked_bytes": size,
                     "free_bytes": free,
@@ -211,20 +240,24 @@ def _grant(state: State, waiter: Waiter, now_s: float) -> Reply:
     state.counters["grants"] += 1
     if load:
         state.members[waiter.worker].state = "loading"
-    return _granted(waiter, lease, now_s)
+    if not load or not state.settings.memory.conservative:
+        return _granted(waiter, lease, now_s)
+    # Only the machine's own memory can be touched from here, by whatever pool it is booked.
+    chain = state.ledger.chain(waiter.parts[0][0])
+    in_dram = any(pool.name == SYSTEM_POOL for pool in chain)
+    return _granted(waiter, lease, now_s, prefault=in_dram)
 
 
-def _granted(waiter: Waiter, lease: Lease, now_s: float) -> Reply:
+def _granted(waiter: Waiter, lease: Lease, now_s: float, *, prefault: bool = False) -> Reply:
     assert lease.deadline_s is not None
+    answer = {
+        "lease": lease.id,
+        "token": lease.token,
+        "bytes": lease.bytes,
+        "deadline_s": round(lease.deadline_s - now_s, 3),
+    }
     return Reply(
-        waiter.connection,
-        waiter.request,
-        {
-            "lease": lease.id,
-            "token": lease.token,
-            "bytes": lease.bytes,
-            "deadline_s": round(lease.deadline_s - now_s, 3),
-        },
+        waiter.connection, waiter.request, {**answer, "prefault": True} if prefault else answer
     )
 
 

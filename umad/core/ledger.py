@@ -73,6 +73,22 @@ class Ledger:
         self._of_worker: dict[int, Holding] = {}
         self._next = 1
 
+    @classmethod
+    def of(cls, pools: Iterable[Pool], leases: Iterable[Lease], next_id: int) -> "Ledger":
+        """The books as they were at some time; ``next_id`` is that of the lease to come."""
+        books = cls()
+        for pool in pools:
+            books.set_pool(pool)
+        for lease in leases:
+            books._add(lease)
+        books._next = next_id
+        return books
+
+    @property
+    def next_id(self) -> int:
+        """The id of the lease to come."""
+        return self._next
+
     # ------------------------------------------------------------------ pools
 
     def set_pool(self, pool: Pool) -> None:
@@ -287,10 +303,13 @@ class Ledger:
         # The id doubles as the fencing token: it rises with every grant and never comes back.
         lease = Lease(self._next, worker, kind, state, parts, self._next, deadline_s)
         self._next += 1
-        self._leases[lease.id] = lease
-        self._of_worker.setdefault(worker, Holding()).leases[lease.id] = None
-        self._count(lease, +1)
+        self._add(lease)
         return lease
+
+    def _add(self, lease: Lease) -> None:
+        self._leases[lease.id] = lease
+        self._of_worker.setdefault(lease.worker, Holding()).leases[lease.id] = None
+        self._count(lease, +1)
 
     def _resize(self, lease: Lease, size: int) -> Lease:
         """Cut a lease to ``size`` bytes, from its first part on; 0 ends it."""

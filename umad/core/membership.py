@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from umad.core import grants
-from umad.core.actions import Action, Event, OpenAccount, Reply, Watch
+from umad.core.actions import Action, Event, OpenAccount, Reply, SetLimit, Watch
 from umad.core.state import (
     ACCOUNTS_MAX,
     WORKERS_PER_CONNECTION_MAX,
@@ -29,9 +29,21 @@ from umad.errors import (
     WorkerRevoked,
 )
 from umad.units import format_bytes
-from umad.values import SYSTEM_POOL, Lease, LeaseKind, LeaseState, ProcessReading, Worker
+from umad.values import (
+    SYSTEM_POOL,
+    Identity,
+    Lease,
+    LeaseKind,
+    LeaseState,
+    PageFigures,
+    ProcessReading,
+    Worker,
+)
 
 Params = Mapping[str, Any]
+
+# A client comes back within a second; only a call that keeps the interpreter lock delays it.
+UNCLAIMED_MAX_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,11 @@ def register(state: State, call: Call) -> Iterator[Action]:
         raise MemoryUnknown("memory has not been read yet; register again", retry_after_s=0.5)
     old = _find(state, params["model"], instance)
     identity = client.peer.identity
+    process = state.processes.get(identity)
+    if process is not None and params.get("account") in process.fenced:
+        raise WorkerRevoked(
+            f"worker {params['model']!r} was over its quota and revoked before the daemon restarted"
+        )
     if old is not None and old.worker.identity == identity and old.client is None:
         yield from _rejoin(state, call, old)
         return
@@ -98,15 +115,19 @@ def register(state: State, call: Call) -> Iterator[Action]:
     )
     state.next_worker += 1
     held = params.get("held")
-    process = state.processes.get(identity)
     if process is None:
         process = Process(identity, client.peer.comm, client.peer.uid, _baseline(call))
         state.processes[identity] = process
         yield Watch(identity)
+    elif not process.members:  # its page was found before it came back
+        process.baseline = _baseline(call)
+    process.unclaimed_until_s = min(
+        process.unclaimed_until_s, call.now_s + state.settings.leases.recovery
+    )
     process.guard_off = params.get("guard_off", process.guard_off)
     if params["guard"]:
         worker = replace(worker, account=_account(process, params.get("account")))
-    member = Member(worker, client.id)
+    member = Member(worker, client.id, recycles=params["recycle"])
     state.members[worker.id] = member
     process.members.add(worker.id)
     client.workers.add(worker.id)
@@ -127,6 +148,57 @@ def register(state: State, call: Call) -> Iterator[Action]:
         yield OpenAccount(identity, worker.account, member.limit_told, again)
         yield replace(call.reply(answer | {"account": worker.account}), page=identity)
     yield event("registered", member, quota_bytes=quota, peak_bytes=peak, held_bytes=held)
+
+
+def found(
+    state: State,
+    identity: Identity,
+    comm: str,
+    uid: int | None,
+    page: PageFigures,
+    reading: ProcessReading,
+    now_s: float,
+) -> Iterator[Action]:
+    """Take over a process's accounts from before a restart, whose workers are not back yet.
+
+    What an open account may hold stays kept free for its worker: the guard goes on handing it
+    out.  A closed one stays closed, and its slot its own.
+    """
+    if identity in state.processes:
+        return  # its workers came first, and their books are what counts
+    held = reading.bytes.value
+    baseline = 0 if held is None else max(0, held - page.used)  # until its workers tell better
+    process = Process(identity, comm, uid, baseline, accounts=set(page.fenced), fenced=page.fenced)
+    process.unclaimed = {slot: limit for slot, limit in page.limits.items() if limit}
+    process.unclaimed_until_s = now_s + UNCLAIMED_MAX_S
+    state.processes[identity] = process
+    yield Watch(identity)
+    yield Event(
+        "page_found",
+        "info",
+        {
+            "pid": identity.pid,
+            "accounts": len(process.unclaimed),
+            "fenced": len(process.fenced),
+            "limit_bytes": sum(process.unclaimed.values()),
+        },
+    )
+
+
+def abandon(process: Process) -> Iterator[Action]:
+    """Nobody came for these accounts: they get nothing more, and what they held back is free.
+
+    1. the process is back without them for as long as former workers are waited for, or
+    2. the process has not come back at all within ``UNCLAIMED_MAX_S``.
+    What they still hold is physically there, and so is nobody's to be granted.
+    """
+    freed = sum(process.unclaimed.values())
+    for slot in process.unclaimed:
+        yield SetLimit(process.identity, slot, 0)
+    process.unclaimed.clear()
+    yield Event(
+        "accounts_abandoned", "warning", {"pid": process.identity.pid, "limit_bytes": freed}
+    )
 
 
 def unregister(state: State, call: Call) -> Iterator[Action]:
@@ -247,10 +319,12 @@ def _account(process: Process, wanted: int | None) -> int | None:
 
     None when all are taken: the worker is then judged by its process, as without a guard.
     """
-    free = (slot for slot in range(ACCOUNTS_MAX) if slot not in process.accounts)
+    taken = process.accounts | process.unclaimed.keys()
+    free = (slot for slot in range(ACCOUNTS_MAX) if slot not in taken)
     slot = wanted if wanted is not None and wanted not in process.accounts else next(free, None)
     if slot is not None:
         process.accounts.add(slot)
+        process.unclaimed.pop(slot, None)
     return slot
 
 

@@ -20,14 +20,19 @@ class Holder:
 class InitMutex:
     """At most one holder.  Tokens rise with every grant and never come back."""
 
-    def __init__(self) -> None:
-        self._holder: Holder | None = None
-        self._token = 0
+    def __init__(self, holder: Holder | None = None, token: int = 0) -> None:
+        self._holder = holder
+        self._token = token
 
     @property
     def holder(self) -> Holder | None:
         """Who has it, or None."""
         return self._holder
+
+    @property
+    def token(self) -> int:
+        """The last one that was given."""
+        return self._token
 
     def take(self, worker: int, deadline_s: float) -> Holder | None:
         """Give it to a worker; None when somebody has it."""

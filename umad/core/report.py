@@ -3,18 +3,23 @@
 A reading that is not known is shown as None with its problem, never as 0.
 """
 
+from dataclasses import replace
 from typing import Any
 
+from umad.core import kin, ladder
+from umad.core.audit import ORPHANED
+from umad.core.fragmentation import Need, Risk, judge_zones, largest_free
 from umad.core.grants import free_now
 from umad.core.state import Member, Process, State
 from umad.core.waiting import Queue
-from umad.values import PoolReading
+from umad.values import PoolReading, Zones
 
 # An answer must stay below the protocol's 64 KiB: these bounds keep it there.
 WORKERS_ANSWERED_MAX = 100
 QUEUE_ANSWERED_MAX = 50
 EVENTS_ANSWERED_MAX = 50
 TEXTS_ANSWERED_MAX = 8
+ZONES_ANSWERED_MAX = 16
 
 
 def status(state: State, now_s: float) -> dict[str, Any]:
@@ -31,6 +36,15 @@ def status(state: State, now_s: float) -> dict[str, Any]:
             "duration_s": round(snapshot.duration_s, 6),
             "anomalies": list(snapshot.anomalies[:TEXTS_ANSWERED_MAX]),
         },
+        "pace": None
+        if state.pace is None
+        else {
+            "look_s": round(state.pace.look_s, 4),
+            "glance_s": None if state.pace.glance_s is None else round(state.pace.glance_s, 4),
+            "reason": state.pace.reason,
+        },
+        "fill_rate_bytes_per_s": state.fill_rate or None,
+        "pressed": state.pressed,
         "pools": []
         if snapshot is None
         else [_pool(state, pool) for pool in snapshot.pools.values()],
@@ -44,6 +58,7 @@ def status(state: State, now_s: float) -> dict[str, Any]:
         "queue": [entry for queue in state.queues for entry in _queue(state, queue, now_s)][
             :QUEUE_ANSWERED_MAX
         ],
+        "fragmentation": _fragmentation(state, now_s),
         "connections": len(state.clients),
         "counters": dict(state.counters),
     }
@@ -73,7 +88,7 @@ def _worker(state: State, member: Member) -> dict[str, Any]:
         "id": worker.id,
         "name": worker.name,
         "pid": worker.identity.pid,
-        "state": _state(member),
+        "state": worker_state(state, member),
         "stage": member.stage,
         "ratio": member.ratio,
         "pool": worker.pool,
@@ -88,7 +103,10 @@ def _worker(state: State, member: Member) -> dict[str, Any]:
     }
 
 
-def _state(member: Member) -> str:
+def worker_state(state: State, member: Member) -> str:
+    """The state a worker is shown in, a few words at most."""
+    if state.processes[member.worker.identity].ended:
+        return ORPHANED
     if member.revoked:
         return "fenced"
     if member.leaking:
@@ -100,24 +118,28 @@ def _process(state: State, process: Process) -> dict[str, Any]:
     books = state.books_of(process)
     reading = state.snapshot.processes.get(process.identity) if state.snapshot else None
     case = state.watchdog.case(process.identity)
-    if case is None:
-        verdict = "ok"
+    if case is None or (process.ended and case.killed_s is None):
+        verdict = ORPHANED if process.ended else "ok"
     elif case.unkillable:
         verdict = "unkillable"
     else:
         verdict = "revoked" if case.killed_s is None else "killed"
     return {
         "pid": process.identity.pid,
+        "family": kin.pids(process),
+        "family_total": len(process.family),
         "comm": process.comm,
         "uid": process.uid,
         "workers": len(process.members),
         "bytes": None if reading is None else reading.bytes.value,
         "source": "" if reading is None else reading.bytes.source,
+        "locked": 0 if reading is None else reading.locked_bytes,
         "problem": "" if reading is None else reading.bytes.problem[:200],
         "baseline": process.baseline,
         "booked": books.active + books.releasing,
         "releasing": books.releasing,
         "limit": books.limit,
+        "unclaimed": sum(process.unclaimed.values()),
         "verdict": verdict,
         "guard_off": process.guard_off,
     }
@@ -143,3 +165,58 @@ def _queue(state: State, queue: Queue, now_s: float) -> list[dict[str, Any]]:
         }
         for position, waiter in enumerate(queue)
     ]
+
+
+def _fragmentation(state: State, now_s: float) -> dict[str, Any]:
+    known = state.fragmentation
+    zones = known.zones
+    attempts = known.compaction.attempts
+    devices = [one for one in state.processes.values() if one.segments is not None]
+    shown: dict[str, Any] = {"age_s": None, "need_bytes": None, "block_bytes": None, "zones": []}
+    if zones is not None:
+        need = ladder.standing_need(state, zones)
+        shown = {
+            "age_s": round(now_s - zones.taken_s, 3),
+            "need_bytes": need.bytes,
+            "block_bytes": need.block,
+            "zones": _zones(state, zones, need.block),
+        }
+    return {
+        **_risk(ladder.risk_of(state, None)),
+        **shown,
+        "compaction": None
+        if attempts is None
+        else {"attempts": attempts[0], "failed": attempts[1]},
+        "devices": [
+            {"pid": one.identity.pid, **_risk(ladder.risk_of(state, one.identity))}
+            for one in devices[:ZONES_ANSWERED_MAX]
+        ],
+        "step": ladder.step_name(state),
+    }
+
+
+def _zones(state: State, zones: Zones, block: int) -> list[dict[str, Any]]:
+    """Each zone, judged for one block."""
+    return [
+        {
+            "node": zone.node,
+            "zone": zone.name[:32],
+            "largest": largest_free(zone, zones.page_bytes),
+            **_risk(
+                judge_zones(
+                    replace(zones, zones=(zone,)),
+                    state.fragmentation.compaction,
+                    Need(block, block),
+                )
+            ),
+        }
+        for zone in zones.zones[:ZONES_ANSWERED_MAX]
+    ]
+
+
+def _risk(risk: Risk) -> dict[str, Any]:
+    return {
+        "risk": risk.level.value,
+        "reason": risk.reason[:200],
+        "ratio": None if risk.ratio is None else round(risk.ratio, 3),
+    }

@@ -6,8 +6,9 @@ Parameters have been checked for shape by wire; meaning is checked here.
 from collections.abc import Iterator
 from typing import Final
 
-from umad.core import grants, report
-from umad.core.actions import Action, Reply
+from umad.core import grants, ladder, report
+from umad.core.actions import Action, Remember, Reply, Reshape
+from umad.core.cost import Sample
 from umad.core.membership import (
     Call,
     Handler,
@@ -30,7 +31,9 @@ from umad.errors import (
     QuotaExceeded,
 )
 from umad.units import format_bytes
-from umad.values import Lease, LeaseKind, LeaseState
+from umad.values import Lease, LeaseKind, LeaseState, Segments
+
+EXCESS_TOLD_EVERY_S: Final = 1.0  # and worker: the counter has them all
 
 
 def ping(_state: State, call: Call) -> Iterator[Action]:
@@ -70,6 +73,7 @@ def reserve(state: State, call: Call) -> Iterator[Action]:
     yield from grants.ask(state, state.loads, waiter, call.now_s)
     if member.state == "waiting" and waiter not in state.loads:
         member.state = "registered"
+    yield from ladder.judged(state, waiter)
 
 
 def commit(state: State, call: Call) -> Iterator[Action]:
@@ -148,13 +152,56 @@ def forward_done(state: State, call: Call) -> Iterator[Action]:
     member.last_forward = {
         key: call.params[key] for key in ("predicted", "peak", "tokens", "batch", "seconds")
     }
-    return iter(())
+    params, model = call.params, member.worker.model
+    sample = Sample(
+        params["tokens"], params["batch"], params["peak"], params["predicted"], params["exact"]
+    )
+    if sample.exceeded:
+        yield from _told_of_excess(state, member, sample, call.now_s)
+    if sample.exact or sample.exceeded:
+        state.history.observe(model, sample)
+        yield Remember(model, sample)
+
+
+def _told_of_excess(state: State, member: Member, sample: Sample, now_s: float) -> Iterator[Action]:
+    state.counters["prediction_exceeded"] += 1
+    if member.exceeded_s is None or now_s - member.exceeded_s >= EXCESS_TOLD_EVERY_S:
+        member.exceeded_s = now_s
+        yield event(
+            "prediction_exceeded",
+            member,
+            "warning",
+            predicted_bytes=sample.predicted,
+            took_bytes=sample.bytes,
+            tokens=sample.tokens,
+            rows=sample.rows,
+        )
+
+
+def cost(state: State, call: Call) -> Iterator[Action]:
+    """What a model's forwards took; its worker says of which shape the model is."""
+    model, shape = call.params["model"], call.params.get("shape")
+    if shape is not None:
+        if model not in {state.members[key].worker.model for key in call.client.workers}:
+            raise AccessDenied(f"only a worker of {model!r} may say of which shape it is")
+        state.history.reshape(model, shape)
+        yield Reshape(model, shape)
+    yield call.reply(state.history.answer(model))
 
 
 def progress(state: State, call: Call) -> Iterator[Action]:
     """How far a load has come."""
     member = own(state, call)
     member.stage, member.ratio = call.params["stage"], call.params["ratio"]
+    return iter(())
+
+
+def segments(state: State, call: Call) -> Iterator[Action]:
+    """How the memory of the caller's device allocator lies; of the whole process."""
+    process = state.processes.get(call.client.peer.identity)
+    if process is None:
+        raise LeaseNotFound("this process has no worker; register one")
+    process.segments, process.segments_s = Segments(**call.params), call.now_s
     return iter(())
 
 
@@ -173,7 +220,9 @@ HANDLERS: Final[dict[str, Handler]] = {
     "admit": admit,
     "forward_done": forward_done,
     "progress": progress,
+    "segments": segments,
     "set_quota": set_quota,
+    "cost": cost,
 }
 
 

@@ -13,11 +13,14 @@ from typing import Any
 from umad.config import Settings
 from umad.core.access import Access, Permission
 from umad.core.audit import AccountBooks, ProcessBooks
+from umad.core.fragmentation import Fragmentation
+from umad.core.history import History
 from umad.core.ledger import Ledger
 from umad.core.mutex import InitMutex
+from umad.core.pace import Pace
 from umad.core.waiting import Queue
 from umad.core.watchdog import Watchdog
-from umad.values import AccountFigures, Identity, Peer, Snapshot, Worker
+from umad.values import AccountFigures, Identity, Peer, Segments, Snapshot, Worker
 
 WORKERS_PER_CONNECTION_MAX = 64
 LEASES_PER_WORKER_MAX = 4096
@@ -54,8 +57,10 @@ class Member:
     leaking: bool = False
     limit_told: int | None = None
     figures: AccountFigures | None = None
+    recycles: bool = False  # it carries out ``recycle``
     forwards: int = 0
     last_forward: Mapping[str, Any] = field(default_factory=dict)
+    exceeded_s: float | None = None  # when people were told that a forward took more than predicted
 
 
 @dataclass(slots=True)
@@ -64,11 +69,20 @@ class Process:
 
     identity: Identity
     comm: str
-    uid: int
+    uid: int | None  # None: it could not be read
     baseline: int
     members: set[int] = field(default_factory=set)
     guard_off: str = ""  # why no guard enforces quotas in it
     accounts: set[int] = field(default_factory=set)  # slots of the account page that are taken
+    # Of a page from before a restart: limits by slot of workers that have not come back, until
+    # when they are waited for, and the slots of workers that were revoked then.
+    unclaimed: dict[int, int] = field(default_factory=dict)
+    unclaimed_until_s: float = 0.0
+    fenced: frozenset[int] = frozenset()
+    family: frozenset[Identity] = frozenset()  # whose bytes are in its readings
+    ended: bool = False  # what is left is its family
+    segments: Segments | None = None  # of its device allocator, and when it told of them
+    segments_s: float = 0.0
 
 
 class State:
@@ -94,8 +108,15 @@ class State:
         self.members: dict[int, Member] = {}
         self.processes: dict[Identity, Process] = {}
         self.snapshot: Snapshot | None = None
+        self.pace: Pace | None = None
+        self.fill_rate = 0  # bytes a second, measured at start; the fastest growth seen raises it
+        self.pressed = False  # tasks stall on memory
+        self.pressed_s = 0.0  # when that was seen last
+        self.full_us: int | None = None  # for how long all of them did, since the start
+        self.fragmentation = Fragmentation()
         self.reserves: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
+        self.history = History()
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self.event_seq = 0
         self.next_worker = 1
@@ -118,6 +139,10 @@ class State:
             loading = member.state == "loading"
             yield AccountBooks(member.worker.identity, key, allowed, loading), member.figures
 
+    def unclaimed(self) -> int:
+        """Bytes that guards still hand out to workers from before a restart."""
+        return sum(sum(process.unclaimed.values()) for process in self.processes.values())
+
     def names(self, process: Process) -> tuple[str, ...]:
         """The process's workers' names, sorted."""
         return tuple(sorted(self.members[key].worker.name for key in process.members))
@@ -127,12 +152,23 @@ class State:
         for process in self.processes.values():
             yield self.books_of(process)
 
+    def recycled(self, process: Process) -> bool:
+        """Whether it may be killed for what its workers gave back by word and keep.
+
+        Never where a worker would die that does not leak, nor where a guard can take the bytes.
+        """
+        return self.settings.enforcement.leak_policy == "kill" and all(
+            member.leaking and member.worker.account is None
+            for member in (self.members[key] for key in process.members)
+        )
+
     def books_of(self, process: Process) -> ProcessBooks:
         """One process's sums."""
-        active = releasing = 0
-        quotas = 0
-        allowed, judged = process.baseline, False
-        by_pool: dict[str, int] = {}
+        # Nobody knows which pool an account's worker is in before it is back: in any of them.
+        active = quotas = sum(process.unclaimed.values())
+        releasing = 0
+        allowed, judged = process.baseline + active, False
+        by_pool: dict[str, int] = dict.fromkeys(self.ledger.pools, active) if active else {}
         loading = False
         for key in process.members:
             member = self.members[key]
@@ -155,7 +191,9 @@ class State:
             active,
             releasing,
             quotas,
-            allowed if judged else None,
+            0 if process.ended else allowed if judged else None,
             loading,
             tuple(sorted(by_pool.items())),
+            process.ended,
+            process.baseline + active if releasing and self.recycled(process) else None,
         )

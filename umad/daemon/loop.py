@@ -9,36 +9,51 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from umad import __version__
 from umad.config import Settings
+from umad.core import kin
 from umad.core.access import Access
 from umad.core.actions import (
     Action,
     CloseAccount,
+    Compact,
     Event,
     Kill,
     Look,
     Notify,
     OpenAccount,
     Refuse,
+    Remember,
+    RememberStop,
     Reply,
+    Reshape,
     SetLimit,
     Unwatch,
     Watch,
 )
-from umad.core.engine import Engine
+from umad.core.history import History
+from umad.core.pace import MOVES_A_LIMIT
 from umad.core.ports import Probe
+from umad.core.tape import RecordedEngine
 from umad.daemon.control import Channel, ControlServer
 from umad.daemon.effects import DryRun, Effects
+from umad.daemon.exporter import Exporter
+from umad.daemon.metrics import MEDIA_TYPE, Metrics
+from umad.daemon.pacing import Pacer
 from umad.daemon.pages import Pages
+from umad.daemon.recording import Recording
 from umad.errors import InvariantBroken, ProbeError, RequestRejected, UmadError, VersionMismatch
-from umad.host.notify import Notifier
-from umad.values import SYSTEM_POOL, Identity, ProcessReading
+from umad.host import history, procs
+from umad.host.family import FamilyFinder
+from umad.host.notify import Notifier, PassedFd
+from umad.host.pressure import PRESSURE
+from umad.values import SYSTEM_POOL, Identity, Kin, ProcessReading
 from umad.wire.frames import Limits
 from umad.wire.messages import PROTOCOL_VERSION, Notification, Request, check_params
 
@@ -56,42 +71,71 @@ class Daemon:
         log: structlog.typing.FilteringBoundLogger,
         generation: int,
         restarted: bool,
+        kept: history.History,
+        pages: Sequence[PassedFd] = (),
         warnings: tuple[str, ...] = (),
+        advice: tuple[str, ...] = (),
+        permissive: tuple[str, ...] = (),
         dry_run: bool = False,
+        fill_rate: int,
         ended: asyncio.Future[int],
     ) -> None:
         self._settings = settings
         self._probe = probe
         self._notifier = notifier
         self._log = log
-        self._warnings = warnings
+        self._preflight = {
+            "warnings": list(warnings),
+            "advice": list(advice),
+            "permissive": list(permissive),
+        }
         self._loop = asyncio.get_running_loop()
         now_s = self._loop.time()
         self._started_s = now_s
-        self.engine = Engine(
+        self.engine = RecordedEngine(
             settings,
             access,
             generation=generation,
             recovering_until_s=now_s + (settings.leases.recovery if restarted else 0.0),
             unix_offset_s=time.time() - now_s,
+            fill_rate=fill_rate,
         )
-        self._pages = Pages(generation)
+        self.engine.state.history = History(kept.models, kept.stops)
+        self._history = kept
+        self._pages = Pages(generation, notifier)
+        self._metrics = Metrics(self.engine, self._pages.guarded, self._loop.time)
+        self._recording = Recording(self.engine.tape)
+        self._kept = pages
+        self._finder = FamilyFinder(settings.memory.root)
         self._effects = (DryRun if dry_run else Effects)(self._loop, self._exited)
         self._server: ControlServer | None = None
-        self._tick_timer: asyncio.TimerHandle | None = None
+        self._exporter: Exporter | None = None
+        self._pacer = Pacer(self._loop, probe.glance, self._tick)
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._pinged_s = now_s
         self._told_ready = False
         self._memory_known = True
         self._ended = ended
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self, listener: socket.socket, scraped: socket.socket | None = None) -> int:
         """Serve until ``ended`` has an exit code; returns it.
+
+        Args:
+            listener: clients connect there.
+            scraped: Prometheus does, where it is wanted.
 
         READY is told after the first look at memory, with the socket open: from then on a
         client gets true answers.
         """
         self._loop.set_exception_handler(self._failed)
+        for passed in self._kept:
+            try:
+                self._found(self._pages.take_back(passed))
+            except ProbeError as error:
+                self._happened("page_dropped", "info", why=error.message)
+        if self._history.problem:
+            self._happened("history", "error", why=self._history.problem)
+        self._history.start(lambda why: self._loop.call_soon_threadsafe(self._tell_of_history, why))
         self._look()
         self._server = ControlServer(
             self._loop,
@@ -101,6 +145,8 @@ class Daemon:
             trusted_uids=frozenset({0, os.getuid()}),
             refused=lambda why: self._happened("protocol_violation", "warning", why=why),
         )
+        if scraped is not None:
+            self._exporter = Exporter(self._loop, scraped, self._metrics)
         self._told_ready = self._notifier.ready(self._status_line())
         self._log.info(
             "started",
@@ -108,8 +154,10 @@ class Daemon:
             generation=self.engine.state.generation,
             socket=self._settings.daemon.socket,
             budget_bytes=self._budget(),
+            fill_rate_bytes_per_s=self.engine.state.fill_rate,
         )
-        self._tick_timer = self._loop.call_later(self._settings.memory.interval, self._tick)
+        if self._settings.memory.root == "/" and (why := self._pacer.listen(PRESSURE)):
+            self._happened("no_pressure_alarm", "info", why=why)
         try:
             return await self._ended
         finally:
@@ -144,9 +192,17 @@ class Daemon:
             if message.method == "hello":
                 channel.respond(message.id, self._hello(channel, params))
                 return
+            if message.method == "metrics":
+                text = {"gzip": self._metrics.compressed(), "type": MEDIA_TYPE}
+                channel.respond(message.id, text)
+                return
+            if message.method == "snapshot":
+                part = self._recording.part(channel.id, params["part"], self._loop.time())
+                channel.respond(message.id, part)
+                return
             process: ProcessReading | None = None
             if message.method == "register":
-                process = self._read(channel.peer.identity)
+                process = self._read(channel.peer.identity, channel.peer.uid)
                 self._adopt_page(channel)
         except RequestRejected as error:
             channel.respond(message.id, error=error.to_wire())
@@ -155,6 +211,8 @@ class Daemon:
             channel.id, message.id, message.method, params, self._loop.time(), process
         )
         self._do(actions)
+        if message.method in MOVES_A_LIMIT:
+            self._pacer.hurry()
         if message.method == "status":
             return
         if not any(isinstance(action, Reply | Refuse) for action in actions):
@@ -174,6 +232,7 @@ class Daemon:
         if why:
             self.engine.state.counters["protocol_violations"] += 1
             self._happened("protocol_violation", "warning", pid=channel.peer.identity.pid, why=why)
+        self._recording.forget(channel.id)
         self._do(self.engine.disconnected(channel.id, self._loop.time()))
         self._arm_deadline()
 
@@ -192,7 +251,6 @@ class Daemon:
     def _tick(self) -> None:
         self._look()
         now_s = self._loop.time()
-        self._tick_timer = self._loop.call_later(self.engine.pace_s(now_s), self._tick)
         if not self._told_ready:  # systemd did not take it: its queue was full
             self._told_ready = self._notifier.ready(self._status_line())
         period_s = self._notifier.watchdog_period_s
@@ -205,12 +263,20 @@ class Daemon:
 
     def _look(self) -> None:
         """One look at memory and what follows from it."""
-        snapshot = self._probe.sample(self.engine.state.processes, self._loop.time())
+        began_s = self._loop.time()
+        if self.engine.search_due(self._loop.time()):
+            self._search()
+        processes = self.engine.state.processes
+        families = kin.counted(self.engine.state)
+        snapshot = self._probe.sample(processes, self._loop.time(), families)
         snapshot = self._probe.confirm(snapshot, self.engine.limits())
         self._tell_if_unknown(snapshot.pools[SYSTEM_POOL].safe.problem)
+        self._pages.settle()
         accounts = dict(self._pages.figures(self.engine.state.members))
         self._do(self.engine.observe(snapshot, self._loop.time(), accounts))
         self._arm_deadline()
+        self._pacer.follow(self.engine.pace(self._loop.time()))
+        self._metrics.looked(snapshot, self._loop.time() - began_s)
 
     def _arm_deadline(self) -> None:
         if self._deadline_timer is not None:
@@ -223,7 +289,14 @@ class Daemon:
         self._do(self.engine.advance(self._loop.time()))
         self._arm_deadline()
 
+    def _search(self, ended: Identity | None = None) -> None:
+        """Find who belongs to the registered processes."""
+        found = self._finder.find(kin.known(self.engine.state), ended)
+        self._do(self.engine.searched(found, self._loop.time()))
+
     def _exited(self, identity: Identity) -> None:
+        if identity in self.engine.state.processes:
+            self._search(identity)
         self._do(self.engine.exited(identity, self._loop.time()))
 
     # --------------------------------------------------------------- actions
@@ -237,8 +310,8 @@ class Daemon:
             case Reply() | Refuse() | Notify():
                 if (channel := self._channel(action.connection)) is not None:
                     self._send(channel, action)
-            case Event(name, level, fields):
-                self._happened(name, level, **fields)
+            case Event():
+                self._tell(action)
             case Kill(identity, reason):
                 self._kill(identity, reason)
             case Watch(identity):
@@ -247,9 +320,28 @@ class Daemon:
                 self._effects.unwatch(identity)
                 self._pages.drop(identity)
             case Look():
-                self._look()
+                self._tick()
+            case Compact():
+                if why := self._effects.compact(Path(self._settings.daemon.socket).parent):
+                    self._happened("compaction_not_asked", "warning", why=why)
             case OpenAccount() | SetLimit() | CloseAccount():
                 self._perform_on_page(action)
+            case Remember() | Reshape() | RememberStop():
+                self._keep(action)
+
+    def _keep(self, action: Remember | Reshape | RememberStop) -> None:
+        match action:
+            case Remember(model, sample):
+                self._history.observe(model, sample)
+            case Reshape(model, shape):
+                self._history.reshape(model, shape)
+            case RememberStop(stop):
+                self._history.stopped(stop)
+
+    def _tell(self, event: Event) -> None:
+        if event.name == "stopped":
+            self._metrics.stopped(event.fields)
+        self._happened(event.name, event.level, **event.fields)
 
     def _send(self, channel: Channel, action: Reply | Refuse | Notify) -> None:
         match action:
@@ -277,13 +369,21 @@ class Daemon:
         if fd is None:
             return
         try:
-            self._pages.adopt(channel.peer.identity, fd)
+            if self._pages.adopt(channel.peer.identity, fd):
+                self._found(channel.peer.identity)
         except ProbeError as error:
             self._happened(
                 "protocol_violation", "warning", pid=channel.peer.identity.pid, why=error.message
             )
         finally:
             os.close(fd)
+
+    def _found(self, identity: Identity) -> None:
+        """A page from before our restart: its accounts go on before their workers are back."""
+        comm, uid = procs.comm(identity.pid), procs.owner(identity.pid)
+        figures, reading = self._pages.found(identity), self._read(identity, uid)
+        now_s = self._loop.time()
+        self._do(self.engine.found(identity, comm, uid, figures, reading, now_s))
 
     def _kill(self, identity: Identity, reason: str) -> None:
         problem = self._effects.kill(identity)
@@ -322,7 +422,8 @@ class Daemon:
                     "pid": os.getpid(),
                     "uptime_s": round(self._loop.time() - self._started_s, 1),
                     "socket": self._settings.daemon.socket,
-                    "warnings": list(self._warnings),
+                    "conservative": self._settings.memory.conservative,
+                    **self._preflight,
                 },
                 **result,
             }
@@ -331,10 +432,17 @@ class Daemon:
     def _channel(self, connection: int) -> Channel | None:
         return None if self._server is None else self._server.channels.get(connection)
 
-    def _read(self, identity: Identity) -> ProcessReading:
-        """A fresh reading of one process."""
-        snapshot = self._probe.sample((*self.engine.state.processes, identity), self._loop.time())
-        return snapshot.processes[identity]
+    def _read(self, identity: Identity, uid: int | None) -> ProcessReading:
+        """A fresh reading of one process and its family."""
+        state = self.engine.state
+        families = kin.counted(state)
+        if identity not in state.processes:
+            found = self._finder.find({**kin.known(state), identity: Kin(uid)})
+            # The one that asks may have been counted with a parent that registered before it.
+            families = {who: members - {identity} for who, members in families.items()}
+            families[identity] = found[identity] - state.processes.keys()
+        wanted = (*state.processes, identity)
+        return self._probe.sample(wanted, self._loop.time(), families).processes[identity]
 
     def _happened(self, event: str, level: str, **fields: Any) -> None:
         getattr(self._log, level)(event, **fields)
@@ -347,6 +455,12 @@ class Daemon:
                 self._log.error("memory_unknown", why=problem)
             else:
                 self._log.info("memory_known")
+
+    def _tell_of_history(self, problem: str) -> None:
+        if problem:
+            self._log.error("history", why=problem)
+        else:
+            self._log.info("history_written")
 
     def _status_line(self) -> str:
         state = self.engine.state
@@ -361,10 +475,13 @@ class Daemon:
     def _close(self) -> None:
         self._notifier.stopping()
         self._log.info("stopping")
-        for timer in (self._tick_timer, self._deadline_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._pacer.close()
+        if self._exporter is not None:
+            self._exporter.close()
         if self._server is not None:
             self._server.close()
         self._effects.close()
         self._pages.close()
+        self._history.close()

@@ -345,12 +345,13 @@ def _processes(state: State, guarded: Callable[[int], bool]) -> Iterator[Metric]
     read = {} if state.snapshot is None else state.snapshot.processes
     shown = list(state.processes.values())[:SERIES_MAX]
     books = [(str(one.identity.pid), state.books_of(one)) for one in shown]
-    held = {
-        str(one.identity.pid): read[one.identity].bytes for one in shown if one.identity in read
-    }
+    readings = {str(one.identity.pid): read[one.identity] for one in shown if one.identity in read}
+    held = {pid: reading.bytes for pid, reading in readings.items()}
+    locked = [(pid, reading.locked_bytes) for pid, reading in readings.items()]
     yield _gauge("umad_processes", "Processes that have workers.", len(state.processes))
     for kind, meaning, values in (
         ("", "What it physically holds.", [(pid, reading.value) for pid, reading in held.items()]),
+        ("locked_", "Of that locked or pinned: it cannot be reclaimed.", locked),
         ("baseline_", "Held before its first worker.", [(pid, one.baseline) for pid, one in books]),
         ("limit_", "More than this is a breach.", [(pid, one.limit) for pid, one in books]),
     ):

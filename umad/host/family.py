@@ -86,12 +86,18 @@ def families(
     def there(who: Identity) -> bool:
         return who.pid in table and table[who.pid].start_ticks == who.start_ticks
 
-    seeds: dict[int, Identity | None] = {
-        who.pid: root for root, known in roots.items() for who in known if there(who)
-    }
-    seeds |= {root.pid: root for root in roots if there(root)}
-    seeds |= dict.fromkeys((0, 1, *never))
-    seeds[umad] = _OURS  # somebody, so that nothing below us is taken for an orphan
+    fixed: dict[int, Identity | None] = {root.pid: root for root in roots if there(root)}
+    fixed |= dict.fromkeys((0, 1, *never))
+    fixed[umad] = _OURS  # somebody, so that nothing below us is taken for an orphan
+    seeds: dict[int, Identity | None] = {}
+    for root, known in roots.items():
+        # A member that has registered since takes along what is below it.
+        new_roots = [one for one in known if one in roots]
+        nearest = _owners(table, fixed) if new_roots else {}
+        seeds |= {
+            who.pid: root for who in known if there(who) and nearest.get(who.pid) not in new_roots
+        }
+    seeds |= fixed
     for _ in range(_ROUNDS_MAX):
         owners = _owners(table, seeds)
         more = dict(_by_session(table, owners, seeds, ended))
@@ -381,4 +387,5 @@ def _together(root: Identity, mine: _Sharing) -> ProcessReading:
         gpu=tuple(sorted(pools.items())),
         # What was shared at the fork, they map too.
         shmem_bytes=host if len(mine.readings) > 1 else 0,
+        locked_bytes=sum(one.locked_bytes for one in mine.readings),
     )

@@ -45,13 +45,15 @@ class Stat:
 class Status:
     """What /proc/PID/status says of life and memory; ``bytes`` is None where it says nothing.
 
-    ``shmem`` is the part of ``bytes`` in shared memory.
+    ``shmem`` is the part of ``bytes`` in shared memory, ``locked`` what the process (mlock) or a
+    driver (VmPin: pinned buffers) keeps from being reclaimed.
     """
 
     state: str
     threads: int
     bytes: int | None
     shmem: int = 0
+    locked: int = 0
 
 
 def parse_stat(data: bytes) -> Stat:
@@ -70,7 +72,7 @@ def parse_stat(data: bytes) -> Stat:
 
 
 def parse_status(data: bytes) -> Status:
-    """Read state, thread count and RssAnon + RssShmem (bytes) of /proc/PID/status.
+    """Read state, thread count, RssAnon + RssShmem and VmLck + VmPin of /proc/PID/status.
 
     Raises:
         ValueError: no state, or a figure that is none.
@@ -84,7 +86,9 @@ def parse_status(data: bytes) -> Status:
         shared = _kilobytes(shmem) * 1024
         size = _kilobytes(anon) * 1024 + shared
     threads = int(_field(data, b"\nThreads:") or 1)
-    return Status(state[:1].decode("ascii", "replace"), threads, size, shared)
+    keys = (_field(data, key) for key in (b"\nVmLck:", b"\nVmPin:"))
+    locked = sum(_kilobytes(text) * 1024 for text in keys if text)
+    return Status(state[:1].decode("ascii", "replace"), threads, size, shared, locked)
 
 
 def parse_proportional(data: bytes) -> int:
@@ -254,7 +258,12 @@ class ProcessTable:
             return self._from_statm(identity)
         reading = Reading.of(status.bytes, "status")
         return ProcessReading(
-            identity, True, reading, host_bytes=status.bytes, shmem_bytes=status.shmem
+            identity,
+            True,
+            reading,
+            host_bytes=status.bytes,
+            shmem_bytes=status.shmem,
+            locked_bytes=status.locked,
         )
 
     def resident(self, identity: Identity) -> int:

@@ -230,6 +230,7 @@ METHODS: Final[Mapping[str, Method]] = {
         guard=_optional(FLAG, False),
         account=_optional(COUNT),
         guard_off=_optional(TEXT),
+        recycle=_optional(FLAG, False),
     ),
     "unregister": _request(worker=_ID),
     "reserve": _request(worker=_ID, bytes=_optional(SIZE), parts=_optional(SIZES), wait_s=_WAIT),
@@ -240,7 +241,10 @@ METHODS: Final[Mapping[str, Method]] = {
     "init_unlock": _request(worker=_ID, token=_ID),
     "admit": _request(worker=_ID, bytes=Param(SIZE), wait_s=_WAIT, ttl_s=_optional(SECONDS)),
     "status": _request(),
+    "metrics": _request(),
+    "snapshot": _request(part=_optional(COUNT, 0)),
     "set_quota": _request(worker=_ID, quota=Param(SIZE)),
+    "cost": _request(model=Param(NAME), shape=_optional(LABEL)),
     "events": _request(since=_optional(COUNT, 0)),
     "forward_done": Method(
         Form.FROM_CLIENT,
@@ -253,10 +257,26 @@ METHODS: Final[Mapping[str, Method]] = {
             "tokens": Param(COUNT),
             "batch": Param(COUNT),
             "seconds": Param(SECONDS),
+            "exact": _optional(FLAG, False),
         },
     ),
     "progress": Method(
         Form.FROM_CLIENT, {"worker": _ID, "stage": Param(LABEL), "ratio": Param(RATIO)}
+    ),
+    "segments": Method(
+        Form.FROM_CLIENT,
+        {
+            "reserved": Param(BYTES),
+            "allocated": Param(BYTES),
+            "internal_free": Param(BYTES),
+            "external_free": Param(BYTES),
+            "blocks_free": Param(BYTES),
+            "largest_free": Param(BYTES),
+        },
+    ),
+    "shrink": Method(Form.FROM_DAEMON, {"reason": Param(TEXT)}),
+    "recycle": Method(
+        Form.FROM_DAEMON, {"worker": _ID, "process": Param(FLAG), "reason": Param(TEXT)}
     ),
     "revoke": Method(
         Form.FROM_DAEMON,
