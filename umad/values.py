@@ -99,6 +99,30 @@ class Kin:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """What of a process is not where it was put: pages that move behind everybody's back.
+
+    ``swapped`` bytes are out in swap, ``evicted`` bytes were meant for the GPU's own memory and
+    are in the system's; for ``evicted_ms`` in all its GPU queues stood still while pages moved.
+    """
+
+    swapped: int = 0
+    evicted: int = 0
+    evicted_ms: int = 0
+
+    def plus(self, other: "Moved") -> "Moved":
+        """Both together."""
+        return Moved(
+            self.swapped + other.swapped,
+            self.evicted + other.evicted,
+            self.evicted_ms + other.evicted_ms,
+        )
+
+
+NOT_MOVED: Final = Moved()
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessReading:
     """The physical bytes of one process: ``bytes`` is host plus GPU pages, each page once.
 
@@ -115,6 +139,7 @@ class ProcessReading:
     gpu: tuple[tuple[str, int], ...] = ()
     shmem_bytes: int = 0
     locked_bytes: int = 0
+    moved: Moved = NOT_MOVED
 
     @property
     def gpu_bytes(self) -> int:

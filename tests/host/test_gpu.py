@@ -8,7 +8,7 @@ from tests.host.gpu_trees import fdinfo, write_process
 from umad.host.debugfs import DebugFile, debug_path
 from umad.host.procs import process_identity
 from umad.units import GIB, MIB
-from umad.values import Figure
+from umad.values import Figure, Moved
 
 STRIX = "strix-halo-128g"
 DEVICE = "sys/class/drm/card1/device"
@@ -60,6 +60,24 @@ def test_kfd_counts_where_it_shows_more_than_fdinfo(machine, probing):
     assert reading.bytes.state is Figure.BROKEN
     assert reading.alive
     assert "vram_51110" in reading.bytes.problem
+
+
+def test_what_was_moved_out_of_the_gpu_is_shown(machine, probing):
+    root = machine(STRIX)
+    lines = ("drm-memory-gtt: 8 MiB", "amd-evicted-vram: 3 MiB", "amd-evicted-visible-vram: 1 MiB")
+    worker = write_process(root, 5000, 50, {9: fdinfo(*lines, pdev=C5)})
+    probe = probing(root)
+    assert probe.sample([worker], 0).processes[worker].moved == Moved(evicted=3 * MIB)
+    path = root / "sys/class/kfd/kfd/proc/5000/stats_51110/evicted_ms"
+    path.parent.mkdir(parents=True)
+    path.write_text("1200\n")
+    reading = probe.sample([worker], 0).processes[worker]
+    assert reading.moved == Moved(evicted=3 * MIB, evicted_ms=1200)
+    assert reading.gpu_bytes == 8 * MIB, "counted once, where it is now"
+    path.write_text("many\n")
+    snapshot = probe.sample([worker], 0)
+    assert any("evicted_ms" in text for text in snapshot.anomalies)
+    assert snapshot.processes[worker].bytes.value is not None
 
 
 def test_damaged_fdinfo_breaks_one_process_only(machine, probing):

@@ -73,6 +73,12 @@ def test_a_name_with_blanks_and_parentheses_does_not_shift_the_fields():
     assert parse_stat(head + b" 777 0") == parse_stat(b"42 (x) R" + b" 0" * 18 + b" 777 0")
 
 
+def test_what_is_locked_and_what_is_in_swap():
+    data = b"Name:\tx\nState:\tS\nVmLck:\t4 kB\nVmPin:\t8 kB\nVmSwap:\t16 kB\n"
+    status = parse_status(data)
+    assert (status.locked, status.swapped) == (12 * 1024, 16 * 1024)
+
+
 @pytest.mark.parametrize("data", [b"", b"1", b"1 (x", b"1 (x) S 1 2", b"1 (x) S" + b" x" * 22])
 def test_damaged_stat_is_refused(data):
     with pytest.raises(ValueError, match=r".+"):

@@ -170,6 +170,35 @@ def test_c13_two_processes_on_one_posix_segment_are_billed_its_bytes_once(
         assert not [line for line in daemon.log if line["event"] in ("revoked", "stopped")]
 
 
+def test_five_workers_are_seen_within_2_percent_of_the_truth(
+    daemon: Daemon, spawn: type[Worker]
+) -> None:
+    """Each alone takes memory, one after the other; what the others are billed stays."""
+    sizes = {f"w{size}": size * MIB for size in (120, 160, 200, 240, 280)}
+    workers = {
+        name: spawn("grow", name, "300MiB", str(size // MIB)) for name, size in sizes.items()
+    }
+    for worker in workers.values():
+        assert worker.hears() == ["loaded"]
+
+    def billed() -> dict[int, int]:
+        return {each["pid"]: each["bytes"] for each in daemon.status()["processes"]}
+
+    eventually(lambda: None not in billed().values())
+    before = billed()
+    for worker in workers.values():
+        worker.step()
+        assert worker.hears() == ["grown"]
+    # What each had loaded before is given back.
+    truth = {worker.process.pid: sizes[name] - MIB for name, worker in workers.items()}
+
+    def furthest() -> float:
+        now = billed()
+        return max(abs(now[pid] - before[pid] - size) / size for pid, size in truth.items())
+
+    eventually(lambda: furthest() <= 0.02)
+
+
 # ------------------------------------------------------------------------- C14
 
 

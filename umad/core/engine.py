@@ -9,14 +9,15 @@ each call returns actions and leaves the books whole.  The fixed order of one lo
 4. deadlines pass: leases, waits, the mutex, cut-off workers;
 5. who waits is granted what is there;
 6. the invariants are checked;
-7. a new reading of how free memory lies moves the ladder against fragmentation.
+7. a new reading of how free memory lies moves the ladder against fragmentation;
+8. pages that have moved behind the books are told of.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from umad.config import Settings
-from umad.core import enforcement, grants, kin, ladder, membership, report, requests
+from umad.core import enforcement, grants, kin, ladder, membership, migration, report, requests
 from umad.core.access import METHODS, Access
 from umad.core.actions import Action, Event, Look, Notify, Refuse, RememberStop, Unwatch
 from umad.core.audit import ProcessBooks, breaches, still_there
@@ -196,6 +197,7 @@ class Engine:
         self._books = list(state.books()) if actions else books
         if snapshot.zones is not None:
             actions.extend(ladder.observe(state, snapshot.zones, now_s))  # 7
+        actions.extend(migration.observe(state, snapshot, now_s))  # 8
         return self._record(actions, now_s)
 
     def limits(self) -> dict[Identity, int]:

@@ -3,7 +3,7 @@
 A reading that is not known is shown as None with its problem, never as 0.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from umad.core import kin, ladder
@@ -134,6 +134,7 @@ def _process(state: State, process: Process) -> dict[str, Any]:
         "bytes": None if reading is None else reading.bytes.value,
         "source": "" if reading is None else reading.bytes.source,
         "locked": 0 if reading is None else reading.locked_bytes,
+        "moved": {} if reading is None else asdict(reading.moved),
         "problem": "" if reading is None else reading.bytes.problem[:200],
         "baseline": process.baseline,
         "booked": books.active + books.releasing,

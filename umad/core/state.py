@@ -20,7 +20,7 @@ from umad.core.mutex import InitMutex
 from umad.core.pace import Pace
 from umad.core.waiting import Queue
 from umad.core.watchdog import Watchdog
-from umad.values import AccountFigures, Identity, Peer, Segments, Snapshot, Worker
+from umad.values import AccountFigures, Identity, Moved, Peer, Segments, Snapshot, Worker
 
 WORKERS_PER_CONNECTION_MAX = 64
 LEASES_PER_WORKER_MAX = 4096
@@ -83,6 +83,8 @@ class Process:
     ended: bool = False  # what is left is its family
     segments: Segments | None = None  # of its device allocator, and when it told of them
     segments_s: float = 0.0
+    moved: Moved | None = None  # as told last, and from when on it may be told again
+    moved_told_s: float = 0.0
 
 
 class State:

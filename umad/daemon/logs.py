@@ -44,6 +44,7 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "accounts_abandoned": "da9da3d1d07c4a4396dc1aaff8f555c4",
     "complied": "bca4a5300b614d6f84c98e764aea8d06",
     "stopped": "8f278dd674924319b1c9502ad7afbf78",
+    "migrated": "f9b4072bc706452c9d256b2a75c5c1da",
     "orphaned": "97ed67e173d64243a81bda62adafd3bb",
     "unkillable": "8fca5e003640477aaf02c3bffda461dd",
     "kill_failed": "04bea638157e4676aa32ba2717ebb16e",

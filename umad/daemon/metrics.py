@@ -55,6 +55,7 @@ _COUNTERS: Final = {
     "revocations": "Workers or processes that were told to stop.",
     "returns": "Workers whose bytes the guard took back.",
     "kills": "Processes that were sent SIGKILL.",
+    "migrations": "Processes whose pages moved: out to swap, or out of a GPU's own memory.",
     "unkillable": "Processes that were still there long after SIGKILL.",
     "leaks": "Workers that said they gave bytes back and kept them.",
     "leases_expired": "Leases that ended by their deadline.",
@@ -348,10 +349,14 @@ def _processes(state: State, guarded: Callable[[int], bool]) -> Iterator[Metric]
     readings = {str(one.identity.pid): read[one.identity] for one in shown if one.identity in read}
     held = {pid: reading.bytes for pid, reading in readings.items()}
     locked = [(pid, reading.locked_bytes) for pid, reading in readings.items()]
+    swapped = [(pid, reading.moved.swapped) for pid, reading in readings.items()]
+    evicted = [(pid, reading.moved.evicted) for pid, reading in readings.items()]
     yield _gauge("umad_processes", "Processes that have workers.", len(state.processes))
     for kind, meaning, values in (
         ("", "What it physically holds.", [(pid, reading.value) for pid, reading in held.items()]),
         ("locked_", "Of that locked or pinned: it cannot be reclaimed.", locked),
+        ("swapped_", "Moved out to swap.", swapped),
+        ("evicted_", "Moved out of a GPU's own memory.", evicted),
         ("baseline_", "Held before its first worker.", [(pid, one.baseline) for pid, one in books]),
         ("limit_", "More than this is a breach.", [(pid, one.limit) for pid, one in books]),
     ):

@@ -244,6 +244,22 @@ class AmdGpu(Gpu):
                 return 0
             raise
 
+    def evicted_ms(self, pid: int) -> int:
+        """For how long KFD has stopped a process's queues to move its memory; 0 without KFD.
+
+        Raises:
+            Unreadable: it cannot be read.
+        """
+        if self.device.gpu_id is None:
+            return 0
+        stats = f"{_KFD}/proc/{pid}/stats_{self.device.gpu_id}/evicted_ms"
+        try:
+            return read_as(inside(self._root, stats), parse_line)
+        except Unreadable as error:
+            if error.absent or error.gone:
+                return 0
+            raise
+
     def close(self) -> None:
         """Give every kept descriptor back."""
         self._place.close()

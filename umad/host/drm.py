@@ -29,7 +29,7 @@ _FAST_DRIVER: Final = "amdgpu"
 # One pass over the text: this is done for every client at every look.  amdgpu's "cpu" region is
 # left out: buffers that were moved out and may be in swap.
 _LINE: Final = re.compile(
-    r"^drm-(?:(driver|pdev|client-id)|(resident|memory|total|shared)-"
+    r"^(?:drm-(driver|pdev|client-id)|(?:drm-(resident|memory|total|shared)|amd-(evicted))-"
     r"((?:gtt|vram|system|local|stolen|memory)[^:\n]*)):[ \t]*(.*?)[ \t]*$",
     re.MULTILINE,
 )
@@ -44,7 +44,8 @@ class DrmClient:
     """One fdinfo: a client of a device and its resident bytes; ``client`` None when unnamed.
 
     ``dram`` are pages of system memory, ``own`` is memory of the device's own (or stolen from
-    the system by its firmware), ``shared`` the part of both that other clients may show too.
+    the system by its firmware), ``shared`` the part of both that other clients may show too,
+    ``evicted`` what amdgpu moved out of the device's memory.
     """
 
     pdev: str
@@ -53,6 +54,7 @@ class DrmClient:
     own: int = 0
     shared: int = 0
     slow: bool = False
+    evicted: int = 0
 
     @property
     def bytes(self) -> int:
@@ -71,9 +73,12 @@ def parse_fdinfo(data: bytes) -> DrmClient | None:
     """
     fields: dict[str, str] = {}
     regions: dict[str, dict[str, str]] = {}
-    for key, figure, region, value in _LINE.findall(data.decode("ascii", "replace")):
+    evicted = 0
+    for key, figure, moved, region, value in _LINE.findall(data.decode("ascii", "replace")):
         if key:
             fields[key] = value
+        elif moved:
+            evicted += _size(value) if region == "vram" else 0
         else:
             regions.setdefault(region, {})[figure] = value
     driver = fields.get("driver")
@@ -96,7 +101,7 @@ def parse_fdinfo(data: bytes) -> DrmClient | None:
     if not known and driver in (_FAST_DRIVER, "xe", "i915"):
         raise ValueError("a DRM client without memory figures")
     pdev, client = fields.get("pdev", ""), fields.get("client-id")
-    return DrmClient(pdev, client, dram, own, shared, driver != _FAST_DRIVER)
+    return DrmClient(pdev, client, dram, own, shared, driver != _FAST_DRIVER, evicted)
 
 
 def _size(text: str) -> int:
@@ -117,12 +122,14 @@ class Bill:
     dram: int = 0
     own: int = 0
     shared: int = 0
+    evicted: int = 0
 
     def add(self, client: DrmClient) -> None:
         """Pay for a client, too."""
         self.dram += client.dram
         self.own += client.own
         self.shared += client.shared
+        self.evicted += client.evicted
 
 
 ClientKey = tuple[str, str]

@@ -22,12 +22,13 @@ they are, used memory that nobody can be asked for: they lower what can be grant
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Final
 
 from umad.host.clock import Clock
 from umad.host.files import Unreadable, inside, parse_decimal, read_as, read_file
 from umad.host.procs import Stat, lineage, parse_proportional, parse_stat, parse_uid
-from umad.values import Identity, Kin, ProcessReading, Reading
+from umad.values import Identity, Kin, Moved, ProcessReading, Reading
 
 _ROUNDS_MAX: Final = 8  # adoptions by session in one look; the next look goes on from there
 _CGROUPS: Final = ("sys/fs/cgroup", "sys/fs/cgroup/unified")  # v2 alone, and beside v1
@@ -388,4 +389,5 @@ def _together(root: Identity, mine: _Sharing) -> ProcessReading:
         # What was shared at the fork, they map too.
         shmem_bytes=host if len(mine.readings) > 1 else 0,
         locked_bytes=sum(one.locked_bytes for one in mine.readings),
+        moved=reduce(Moved.plus, (one.moved for one in mine.readings)),
     )

@@ -36,7 +36,7 @@ from umad.host.look import Gpu, Look, Tally
 from umad.host.nvidia import Nvidia, NvidiaGpu
 from umad.host.paced import Paced
 from umad.host.pci import cards, normal
-from umad.values import SYSTEM_POOL, Identity, PoolReading, Reading
+from umad.values import SYSTEM_POOL, Identity, Moved, PoolReading, Reading
 
 _SEARCH_S: Final = 10.0
 """How often a card or a driver that comes late is looked for."""
@@ -220,6 +220,7 @@ class GpuProbe:
                     bills.setdefault(gpu.pdev, Bill())
             for pdev, each in bills.items():
                 self._pay(tally, identity.pid, pdev, each)
+                tally.moved = tally.moved.plus(self._moved(identity.pid, pdev, each, look))
             if not bills:
                 tally.add(SYSTEM_POOL, 0, "fdinfo")
 
@@ -242,6 +243,16 @@ class GpuProbe:
         tally.add(gpu.own_pool, own, source)
 
     # ------------------------------------------------- figures for people only
+
+    def _moved(self, pid: int, pdev: str, each: Bill, look: Look) -> Moved:
+        """What of one process on one device was moved."""
+        gpu, stood_ms = self._gpus.get(pdev), 0
+        if isinstance(gpu, AmdGpu):
+            try:
+                stood_ms = gpu.evicted_ms(pid)
+            except Unreadable as error:
+                look.anomalies.append(str(error))
+        return Moved(evicted=each.evicted, evicted_ms=stood_ms)
 
     def _explain_residual(self, look: Look) -> None:
         """What of meminfo's residual the GPUs account for, and what nobody does."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from umad.values import SYSTEM_POOL, Figure, Identity, PoolReading, Reading
+from umad.values import NOT_MOVED, SYSTEM_POOL, Figure, Identity, Moved, PoolReading, Reading
 
 GTT_POOL: Final = "gtt"
 VRAM_POOL: Final = "vram"
@@ -47,6 +47,7 @@ class Tally:
     pools: dict[str, int] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
     broken: Reading | None = None
+    moved: Moved = NOT_MOVED
 
     def add(self, pool: str, size: int, source: str) -> None:
         """Count ``size`` bytes of a pool."""

@@ -356,7 +356,8 @@ def _joined(process: ProcessReading, held: Tally) -> ProcessReading:
     total = process.bytes
     if total.value is not None:
         total = Reading.of(total.value + gpu.value, f"{total.source}+{gpu.source}")
-    return replace(process, bytes=total, gpu=tuple(sorted(held.pools.items())))
+    moved = process.moved.plus(held.moved)
+    return replace(process, bytes=total, gpu=tuple(sorted(held.pools.items())), moved=moved)
 
 
 def _believed(process: ProcessReading, most: int) -> ProcessReading:

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from umad.errors import ProbeError
 from umad.host.files import LARGEST, KernelFile, Unreadable, inside, parsed, read_as, read_text
-from umad.values import Identity, ProcessReading, Reading
+from umad.values import Identity, Moved, ProcessReading, Reading
 
 _SYS_PROCESS_MRELEASE: Final = 448  # the same number on every architecture (Linux 5.15)
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -46,7 +46,7 @@ class Status:
     """What /proc/PID/status says of life and memory; ``bytes`` is None where it says nothing.
 
     ``shmem`` is the part of ``bytes`` in shared memory, ``locked`` what the process (mlock) or a
-    driver (VmPin: pinned buffers) keeps from being reclaimed.
+    driver (VmPin: pinned buffers) keeps from being reclaimed; ``swapped`` is out in swap.
     """
 
     state: str
@@ -54,6 +54,7 @@ class Status:
     bytes: int | None
     shmem: int = 0
     locked: int = 0
+    swapped: int = 0
 
 
 def parse_stat(data: bytes) -> Stat:
@@ -72,7 +73,7 @@ def parse_stat(data: bytes) -> Stat:
 
 
 def parse_status(data: bytes) -> Status:
-    """Read state, thread count, RssAnon + RssShmem and VmLck + VmPin of /proc/PID/status.
+    """Read state, threads, RssAnon + RssShmem, VmLck + VmPin and VmSwap of /proc/PID/status.
 
     Raises:
         ValueError: no state, or a figure that is none.
@@ -86,9 +87,12 @@ def parse_status(data: bytes) -> Status:
         shared = _kilobytes(shmem) * 1024
         size = _kilobytes(anon) * 1024 + shared
     threads = int(_field(data, b"\nThreads:") or 1)
-    keys = (_field(data, key) for key in (b"\nVmLck:", b"\nVmPin:"))
-    locked = sum(_kilobytes(text) * 1024 for text in keys if text)
-    return Status(state[:1].decode("ascii", "replace"), threads, size, shared, locked)
+    locked, pinned, swapped = (
+        _kilobytes(text) * 1024 if (text := _field(data, key)) else 0
+        for key in (b"\nVmLck:", b"\nVmPin:", b"\nVmSwap:")
+    )
+    letter = state[:1].decode("ascii", "replace")
+    return Status(letter, threads, size, shared, locked + pinned, swapped)
 
 
 def parse_proportional(data: bytes) -> int:
@@ -264,6 +268,7 @@ class ProcessTable:
             host_bytes=status.bytes,
             shmem_bytes=status.shmem,
             locked_bytes=status.locked,
+            moved=Moved(status.swapped),
         )
 
     def resident(self, identity: Identity) -> int:
