@@ -23,6 +23,7 @@ from umad.settings import (
     ModelSettings,
     ServeSettings,
     Settings,
+    WorkerSettings,
 )
 from umad.units import format_bytes
 
@@ -93,11 +94,14 @@ def parse(
     lines = _Lines(text)
     built: dict[str, Any] = {}
     models: list[tuple[int, ModelSettings]] = []
+    workers: list[tuple[int, WorkerSettings]] = []
     for key, value in raw.items():
         if key == "model":
-            models.extend(_models(value, lines, problems))
+            models.extend(_tables(ModelSettings, key, value, lines, problems))
+        elif key == "worker":
+            workers.extend(_tables(WorkerSettings, key, value, lines, problems))
         elif key not in SECTIONS:
-            known = ", ".join([*SECTIONS, "model"])
+            known = ", ".join([*SECTIONS, "model", "worker"])
             problems.append(Problem(lines.of(key), key, "", "unknown table", f"use one of {known}"))
         elif not isinstance(value, dict):
             problems.append(
@@ -107,9 +111,14 @@ def parse(
             section = _section(SECTIONS[key], value, key, 0, lines, problems)
             if section is not None:
                 built[key] = section
-    settings = Settings(**built, models=tuple(model for _, model in models))
+    settings = Settings(
+        **built,
+        models=tuple(model for _, model in models),
+        workers=tuple(worker for _, worker in workers),
+    )
     problems.extend(_names_and_paths(models, lines, path_exists))
     problems.extend(_sizes(settings, models, lines, physical_bytes))
+    problems.extend(_workers(settings, workers, lines, physical_bytes))
     if problems:
         raise _config_error(source, problems)
     return settings
@@ -117,7 +126,8 @@ def parse(
 
 def defaults() -> Iterator[tuple[str, str, str, str]]:
     """Every setting as (table, key, default as TOML text, meaning), in order."""
-    for table, kind in [*SECTIONS.items(), ("model", ModelSettings)]:
+    tables = {**SECTIONS, "model": ModelSettings, "worker": WorkerSettings}
+    for table, kind in tables.items():
         for item in fields(kind):
             yield table, item.name, item.metadata["text"], item.metadata["doc"]
 
@@ -180,19 +190,48 @@ def _section(
     return kind(**values) if len(problems) == found else None
 
 
-def _models(
-    value: object, lines: "_Lines", problems: list[Problem]
-) -> Iterator[tuple[int, ModelSettings]]:
-    """The models that could be built, each with its place among the [[model]] tables."""
+def _tables(
+    kind: type, key: str, value: object, lines: "_Lines", problems: list[Problem]
+) -> Iterator[tuple[int, Any]]:
+    """What could be built of the [[key]] tables, each with its place among them."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         problems.append(
-            Problem(lines.of("model"), "model", "", "must be a list of tables", "write [[model]]")
+            Problem(lines.of(key), key, "", "must be a list of tables", f"write [[{key}]]")
         )
         return
     for index, entry in enumerate(value):
-        model = _section(ModelSettings, entry, "model", index, lines, problems)
-        if model is not None:
-            yield index, model
+        built = _section(kind, entry, key, index, lines, problems)
+        if built is not None:
+            yield index, built
+
+
+def _workers(
+    settings: Settings,
+    workers: list[tuple[int, WorkerSettings]],
+    lines: "_Lines",
+    physical_bytes: int | None,
+) -> Iterator[Problem]:
+    """Names and units given twice, and sizes that contradict each other or the machine."""
+    names = {model.name for model in settings.models}.union(RESERVED_NAMES)
+    units: set[str] = set()
+    room = min(filter(None, (physical_bytes, settings.memory.budget)), default=None)
+    for index, worker in workers:
+
+        def problem(key: str, value: str, why: str, remedy: str, at: int = index) -> Problem:
+            return Problem(lines.of("worker", key, at), f"worker.{key}", value, why, remedy)
+
+        if worker.name in names:
+            yield problem("name", f'"{worker.name}"', "is another worker's", "choose another")
+        if worker.unit in units:
+            yield problem("unit", f'"{worker.unit}"', "has a table already", "leave one out")
+        names.add(worker.name)
+        units.add(worker.unit)
+        peak = format_bytes(worker.peak_bytes)
+        if worker.peak_bytes < worker.quota:
+            yield problem("peak", peak, "is below the quota", "raise peak or lower quota")
+        if room is not None and worker.peak_bytes > room:
+            why = f"can never fit into {format_bytes(room)}"
+            yield problem("quota", peak, why, "lower the quota or raise memory.budget")
 
 
 def _names_and_paths(
@@ -220,6 +259,14 @@ def _names_and_paths(
                 f'"{model.name}"',
                 "umad-serve's own workers have this name",
                 "choose another",
+            )
+        if model.fallback and model.device == "cpu":
+            yield Problem(
+                lines.of("model", "fallback", index),
+                "model.fallback",
+                '["cpu"]',
+                "the model runs on the CPU already",
+                "leave it out, or name the model's device",
             )
         if path_exists is not None and not path_exists(model.path):
             yield Problem(

@@ -180,6 +180,14 @@ class QuotaDenied(RequestRejected):
     http_status = 503
 
 
+class Drained(RequestRejected):
+    """People have stopped new loads (``umadctl drain``); ``umadctl resume`` lets them begin."""
+
+    code = "drained"
+    retryable = True
+    http_status = 503
+
+
 class MemoryUnknown(RequestRejected):
     """Memory cannot be read just now, so nothing new is granted; it recovers by itself."""
 

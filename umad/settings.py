@@ -12,7 +12,9 @@ from typing import Any, Final
 from umad.units import UnitError, parse_bytes, parse_duration
 
 RESERVED_NAMES: Final = ("runtime", "zygote")
+OWN_UNITS: Final = ("umad.service", "umad-serve.service", "umad-compact.service")
 MODEL_KINDS: Final = ("chat", "vision", "image", "speech", "embedding")
+_UNIT: Final = re.compile(r"[A-Za-z0-9:_.\\@-]{1,247}\.(service|scope)")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -47,6 +49,16 @@ def _seconds(value: object) -> float:
         return parse_duration(value)
     except UnitError as error:
         raise BadValue(str(error), 'write it like "200ms", "5s" or "10min"') from error
+
+
+def _never_seconds(value: object) -> float | None:
+    return None if value == "never" else _seconds(value)
+
+
+def _fallback(value: object) -> tuple[str, ...]:
+    if value not in ([], ["cpu"]):
+        raise BadValue("must be a list of devices, and only the CPU can stand in", 'write ["cpu"]')
+    return ("cpu",) if value else ()
 
 
 def _interval(value: object) -> float:
@@ -126,6 +138,26 @@ def _name(value: object) -> str:
             'write it like "llama-70b"',
         )
     return value
+
+
+def _unit(value: object) -> str:
+    if not isinstance(value, str) or not _UNIT.fullmatch(value):
+        raise BadValue(
+            "must be the name of a systemd unit that runs a program",
+            'write it like "llama-cpp.service"',
+        )
+    if why := never_adopted(value):
+        raise BadValue(why, "name the unit of one program")
+    return value
+
+
+def never_adopted(unit: str) -> str:
+    """Why a systemd unit can never be one worker; nothing where it can."""
+    if unit in OWN_UNITS:
+        return "it is umad's own"
+    if unit == "init.scope" or unit.startswith(("session-", "user@", "systemd-", "dbus")):
+        return "it holds the system itself, or all that somebody has started"
+    return ""
 
 
 def _one_of(*choices: str) -> Callable[[object], str]:
@@ -255,6 +287,30 @@ class LeaseSettings:
         "After a restart nothing new is granted for this long, so that former workers return.",
         '"1500ms"',
     )
+    overtake_max: int = _set(
+        16,
+        _count(0, 10_000),
+        "So many small requests may be served before a large one that waits for room.",
+        "16",
+    )
+    overtake_s: float = _set(
+        30.0,
+        _seconds,
+        "After this nobody passes a request that waits, and forwards wait for it too.",
+        '"30s"',
+    )
+    evict_timeout: float = _set(
+        30.0, _seconds, "A model that is asked to go has this long to do so.", '"30s"'
+    )
+    residence_min: float = _set(
+        30.0, _seconds, "No model is asked to go that was loaded less than this ago.", '"30s"'
+    )
+    rival_rest: float = _set(
+        60.0,
+        _seconds,
+        "No model is asked to go for the same other one again within this time.",
+        '"60s"',
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +387,55 @@ class ModelSettings:
         "such models share one process and its fate.",
         '"thread"',
     )
+    load: str = _set(
+        "start",
+        _one_of("start", "request"),
+        '"request": loaded by the first request for it, which waits meanwhile; "start": at once. '
+        "Either way, one that had to make room for another is loaded again by the next request.",
+        '"start"',
+    )
+    idle_unload: float | None = _set(
+        None,
+        _never_seconds,
+        'Unloaded when its last request has ended this long ago, like "10min".',
+        '"never"',
+    )
+    fallback: tuple[str, ...] = _set(
+        (),
+        _fallback,
+        'Where to load it when its pool has no room: ["cpu"], in the system\'s memory.',
+        "[]",
+    )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The load peak: ``peak``, or the quota where none was given."""
+        return self.quota if self.peak is None else self.peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """One systemd unit that is put under quota whenever it runs: an engine of another kind."""
+
+    name: str = _required(_name, "The name in tables and logs.", '"llama-cpp"')
+    unit: str = _required(
+        _unit,
+        "The unit whose processes together are the worker; a system unit, not umad's own.",
+        '"llama-cpp.service"',
+    )
+    quota: int = _required(_size, "Bytes it may hold, GPU pages included.", '"40GiB"')
+    peak: int | None = _set(
+        None, _size, "Bytes it may hold until it has settled; the quota if not given.", '"46GiB"'
+    )
+    settle: float = _set(
+        60.0,
+        _seconds,
+        "It has loaded once it has held half its quota, is within it, and has not grown for this "
+        "long; load_timeout bounds it.",
+        '"1min"',
+    )
+    pool: str = _set("system", _name, "The pool of memory it lives in.", '"system"')
+    priority: int = _set(0, _count(-1000, 1000), "Higher waits less.", "0")
 
     @property
     def peak_bytes(self) -> int:
@@ -349,6 +454,7 @@ class Settings:
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     serve: ServeSettings = field(default_factory=ServeSettings)
     models: tuple[ModelSettings, ...] = ()
+    workers: tuple[WorkerSettings, ...] = ()
 
     @property
     def batching_window_s(self) -> float:

@@ -91,11 +91,31 @@ class PoolReading:
 class Kin:
     """What is known of a registered process's family: its user, and who was found so far.
 
-    ``uid`` is None where it could not be read.
+    ``uid`` is None where it could not be read.  ``launcher`` started it for umad and takes in its
+    orphans; ``cgroup`` is the systemd unit's whose processes all are of the family.
     """
 
     uid: int | None
     members: frozenset[Identity] = frozenset()
+    launcher: Identity | None = None
+    cgroup: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """A program that knows nothing of umad and is put under quota by somebody else.
+
+    Either its ``launcher`` is its parent and waits for it (``umadctl run``), or it is a systemd
+    ``unit`` with this ``cgroup``, whose oldest process ``identity`` is; ``others`` are the rest.
+    """
+
+    identity: Identity
+    comm: str
+    uid: int | None
+    launcher: Identity | None = None
+    unit: str = ""
+    cgroup: str = ""
+    others: frozenset[Identity] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,3 +154,31 @@ def test_the_shipped_file_shows_every_setting_at_its_default() -> None:
     ]
     before_models = "\n".join(live).split("#[[model]]")[0]
     assert config.parse(before_models) == Settings()
+
+
+WORKER = '[[worker]]\nname = "llama-cpp"\nunit = "llama-cpp.service"\nquota = "4GiB"\n'
+
+
+def test_units_that_are_put_under_quota() -> None:
+    [worker] = config.parse(WORKER).workers
+    assert (worker.unit, worker.peak_bytes, worker.settle) == ("llama-cpp.service", 4 * GIB, 60.0)
+    [worker] = config.parse(WORKER + 'peak = "5GiB"\nsettle = "5min"\n').workers
+    assert (worker.peak_bytes, worker.settle) == (5 * GIB, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (WORKER.replace("llama-cpp.service", "llama cpp"), (3, "worker.unit")),
+        (WORKER.replace("llama-cpp.service", "umad-serve.service"), (3, "worker.unit")),
+        (WORKER.replace("llama-cpp.service", "session-3.scope"), (3, "worker.unit")),
+        (WORKER.replace('"llama-cpp"', '"runtime"'), (2, "worker.name")),
+        (WORKER + WORKER.replace('"llama-cpp"', '"other"'), (7, "worker.unit")),
+        (WORKER + WORKER.replace("llama-cpp.service", "o.service"), (6, "worker.name")),
+        (WORKER + 'peak = "3GiB"\n', (5, "worker.peak")),
+        (WORKER.replace("4GiB", "9GiB"), (4, "worker.quota")),
+        (WORKER.replace("[[worker]]", "[worker]"), (1, "worker")),
+    ],
+)
+def test_a_wrong_unit_is_named_with_its_line(text: str, expected: tuple[int, str]) -> None:
+    assert problems(text, physical_bytes=8 * GIB) == [expected]

@@ -12,12 +12,14 @@ KEYS = (
     "daemon_cost",
     "burst",
     "load",
+    "switch",
     "refuse",
     "return",
     "unload",
     "account",
     "guard_cost",
     "isolation",
+    "admission",
 )
 
 

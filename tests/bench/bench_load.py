@@ -12,12 +12,13 @@ from tests.bench.figures import Figure, ratio
 from tests.daemon.running import CONFIG, Daemon
 
 PAIRS = 9
+JOB = {"prompt": "the harbour", "max_tokens": 2, "temperature": 0.0}
 
 
 def run() -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="umad-") as folder:
         checkpoint = Path(folder) / "model"
-        _make(checkpoint)
+        make(checkpoint)
         daemon = Daemon(
             Path(folder),
             text=CONFIG.format(socket=Path(folder) / "umad.sock", more="").replace("2GiB", "6GiB"),
@@ -29,7 +30,7 @@ def run() -> list[Figure]:
     return [ratio("load", "load and first answer under umad, over plain", ours, theirs, 1.05)]
 
 
-def _make(folder: Path) -> None:
+def make(folder: Path) -> None:
     """A Llama of about 600 MiB in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,20 +51,23 @@ def _make(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _interleaved(daemon: Daemon, checkpoint: Path) -> tuple[list[float], list[float]]:
+def plain(checkpoint: Path) -> None:
+    """Load without umad, and answer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.inference_mode():
+        model.generate(**tokenizer(JOB["prompt"], return_tensors="pt"), max_new_tokens=2)
+
+
+def _interleaved(daemon: Daemon, checkpoint: Path) -> tuple[list[float], list[float]]:
+    import torch
 
     from umad.serve.loader import load
 
     torch.set_num_threads(2)
-    job = {"prompt": "the harbour", "max_tokens": 2, "temperature": 0.0}
-
-    def plain() -> None:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-        with torch.inference_mode():
-            model.generate(**tokenizer(job["prompt"], return_tensors="pt"), max_new_tokens=2)
 
     with daemon.client() as client, client.worker("bench", quota="4GiB") as worker:
 
@@ -72,7 +76,7 @@ def _interleaved(daemon: Daemon, checkpoint: Path) -> tuple[list[float], list[fl
                 lambda: load("chat", str(checkpoint), progress=lambda _stage, _ratio: None)
             )
             with worker.forward(predicted=1):
-                runner.run(job, lambda: False)
+                runner.run(JOB, lambda: False)
             del runner
             worker.unload()
 
@@ -82,9 +86,9 @@ def _interleaved(daemon: Daemon, checkpoint: Path) -> tuple[list[float], list[fl
             work()  # type: ignore[operator]
             return time.perf_counter() - before
 
-        timed(plain), timed(under_umad)  # the first of each imports
+        timed(lambda: plain(checkpoint)), timed(under_umad)  # the first of each imports
         ours, theirs = [], []
         for _ in range(PAIRS):
-            theirs.append(timed(plain))
+            theirs.append(timed(lambda: plain(checkpoint)))
             ours.append(timed(under_umad))
     return ours, theirs

@@ -6,6 +6,7 @@ from tests.core.fakes import identity, peer, process, snapshot
 from umad.core.actions import Action, Event, Kill, Notify, Refuse, Reply
 from umad.core.engine import Engine
 from umad.errors import UmadError
+from umad.values import Outsider
 from umad.wire.messages import check_params
 
 
@@ -27,7 +28,10 @@ class Drive:
         """Send a request; its id.  ``last`` holds what came of it."""
         self._request += 1
         client = self.engine.state.clients[connection]
+        outsider: Outsider | None = params.pop("outsider", None)
         reading = process(client.peer.identity.pid, 0) if method == "register" else None
+        if outsider is not None:
+            reading = process(outsider.identity.pid, params.pop("holds", 0))
         self.last = self.engine.request(
             connection,
             self._request,
@@ -35,6 +39,7 @@ class Drive:
             check_params(method, params),
             self.now_s,
             reading,
+            outsider,
         )
         return self._request
 

@@ -1,6 +1,7 @@
 """Snapshots and peers for core tests, made in one line."""
 
 from collections.abc import Mapping
+from functools import cache
 
 from umad.config import Settings, parse
 from umad.core.access import Access
@@ -65,15 +66,18 @@ def snapshot(
     )
 
 
+@cache
 def settings(text: str = '[memory]\nreserve = "1GiB"\nbudget = "2GiB"\n') -> Settings:
     return parse(text)
 
 
-def engine(text: str | None = None, *, recovering_until_s: float = 0.0) -> Engine:
+def engine(
+    text: str | None = None, *, recovering_until_s: float = 0.0, generation: int = 1
+) -> Engine:
     made = Engine(
         settings() if text is None else settings(text),
         Access(uid=990, worker_gid=50, admin_gid=60),
-        generation=1,
+        generation=generation,
         recovering_until_s=recovering_until_s,
     )
     made.observe(snapshot(0.0), 0.0)

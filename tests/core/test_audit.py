@@ -116,3 +116,5 @@ def test_what_is_still_there() -> None:
     # 2 % of what was released is noise.
     assert still_there(books, process(7, 126 * MB)) == StillThere(0, 0)
     assert still_there(books, process(7, 127 * MB)) == StillThere(7 * MB, 0)
+    # What is above the quotas is not: freed too early, it would be a breach.
+    assert still_there(books, process(7, 172 * MB)) == StillThere(52 * MB, 2 * MB)

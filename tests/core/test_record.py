@@ -28,6 +28,9 @@ CONFIG = """
 [memory]
 reserve = "1GiB"
 budget = "2GiB"
+[leases]
+residence_min = "0s"
+evict_timeout = "1s"
 [serve]
 runtime_quota = "100MiB"
 [[model]]
@@ -67,7 +70,7 @@ def played(drive: Drive) -> tuple[Engine, dict[str, Any]]:
 SIZES = some.sampled_from([MB, 300 * MB, 700 * MB])
 STEPS = some.lists(
     some.tuples(
-        some.sampled_from(["load", "admit", "lock", "end", "look", "later", "cut", "exit"]),
+        some.sampled_from(["load", "admit", "lock", "end", "keep", "look", "later", "cut", "exit"]),
         some.integers(1, 4),
         SIZES,
     ),
@@ -97,7 +100,9 @@ def ask(drive: Drive, step: str, pid: int, size: int) -> None:
     mine = sorted(drive.engine.state.clients[pid].workers)
     wait_s = 3.0 if pid > 2 else 0.0
     if not mine:
-        drive.ask(pid, "register", model=f"model{pid}", quota=size, recycle=pid > 2)
+        drive.ask(pid, "register", model=f"model{pid}", quota=size, recycle=pid > 2, evict=pid < 4)
+    elif step == "keep":
+        drive.tell(pid, "keep", worker=mine[0])
     elif step == "load":
         drive.ask(pid, "reserve", worker=mine[0], wait_s=wait_s)
     elif step == "admit":

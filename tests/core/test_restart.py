@@ -7,7 +7,7 @@ import pytest
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity, process
 from umad.core.actions import Action, OpenAccount, SetLimit, Unwatch, Watch
-from umad.errors import QuotaDenied, Recovering, WorkerRevoked
+from umad.errors import Fenced, QuotaDenied, Recovering, WorkerRevoked
 from umad.values import PageFigures
 
 # The budget is 2 GiB, 7 is the process whose page is found, 9 another one that asks for memory.
@@ -158,3 +158,21 @@ def test_accounts_keep_room_in_every_pool_since_nobody_knows_theirs(drive: Drive
     [books] = [one for one in drive.engine.state.books() if one.identity == identity(7)]
     assert books.by_pool == (("system", 300 * MB),)
     assert drive.engine.state.unclaimed() == 300 * MB
+
+
+def test_a_word_from_before_the_restart_ends_nothing_of_now() -> None:
+    before, now = Drive(engine()), Drive(engine(generation=2))
+    words: list[dict[str, Any]] = []
+    for drive in (before, now):
+        drive.connect(7)
+        worker = drive.call(7, "register", model="llama", quota=100 * MB, held=80 * MB)
+        lock = drive.call(7, "init_lock", worker=worker["worker"])
+        words.append({**worker, "lock": lock["token"]})
+    old, new = words
+    assert old["lease"] == new["lease"]
+    assert isinstance(now.refused(7, "release", lease=old["lease"], token=old["token"]), Fenced)
+    unlock = {"worker": new["worker"], "token": old["lock"]}
+    assert isinstance(now.refused(7, "init_unlock", **unlock), Fenced)
+    assert now.booked() == 100 * MB
+    assert now.call(7, "init_unlock", worker=new["worker"], token=new["lock"]) == {}
+    assert now.call(7, "release", lease=new["lease"], token=new["token"])["bytes"] == 100 * MB

@@ -72,8 +72,8 @@ def test_a_breach_and_a_refusal_are_decided_again_as_they_were(
         source = taken(daemon, folder / "report.tar.gz")
     text = shown(source, capsys)
     line = as_one_line(text)
-    assert "refused, quota_denied: 500.0 MiB asked of pool 'system', 148.0 MiB free " in line
-    assert "(bound by budget); held by holder 1.9 GiB" in line
+    assert "refused, quota_denied: no idle model can make room: 500.0 MiB asked of " in line
+    assert "pool 'system', 148.0 MiB free (bound by budget); held by holder 1.9 GiB" in line
     assert "revoke greedy: quota_exceeded: the process holds" in line
     assert f"SIGKILL to process {greedy.pid}: quota_exceeded" in line
     assert f"event stopped: worker=greedy, pid={greedy.pid}" in line

@@ -300,6 +300,38 @@ def test_a_process_of_another_user_is_no_family_except_to_root(tmp_path: Path) -
     assert find(finder, W, uid=None) == {10: []}
 
 
+def test_orphans_that_a_launcher_took_in_are_its_programs(tmp_path: Path) -> None:
+    for pid, parent in ((5, 1), (10, 5), (11, 10), (12, 5), (13, 12), (20, 5), (21, 20)):
+        put(tmp_path, pid, parent, pid * 10, "")
+    launcher = Identity(5, 50)
+    kin = {W: Kin(1000, launcher=launcher), V: Kin(1000)}
+    found = FamilyFinder(str(tmp_path)).find(kin)
+    assert {one.pid for one in found[W]} == {11, 12, 13}, "neither it nor another registered one"
+    assert {one.pid for one in found[V]} == {21}
+    put(tmp_path, 5, 1, 55, "")  # the launcher has died, and another has its pid
+    assert {one.pid for one in FamilyFinder(str(tmp_path)).find(kin)[W]} == {11}
+
+
+def test_all_in_an_adopted_unit_are_one_family_whoever_they_are(tmp_path: Path) -> None:
+    own = "system.slice/w.service"
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/cgroup.procs").write_text("1\n")
+    put(tmp_path, 10, 1, 100, own)
+    put(tmp_path, 11, 1, 110, own, uid=33)
+    put(tmp_path, 12, 1, 120, f"{own}/engine")
+    put(tmp_path, 20, 1, 200, own)
+    put(tmp_path, 21, 20, 210, own)
+    unit(tmp_path, own, 10, 11, 20, 21)
+    unit(tmp_path, f"{own}/engine", 12)
+    kin = {W: Kin(1000, cgroup=own), V: Kin(1000)}
+    found = FamilyFinder(str(tmp_path)).find(kin)
+    assert {one.pid for one in found[W]} == {11, 12}
+    assert {one.pid for one in found[V]} == {21}, "who has registered counts by himself"
+    (tmp_path / "proc/10/stat").unlink()
+    found = FamilyFinder(str(tmp_path)).find(kin, ended=W)
+    assert {one.pid for one in found[W]} == {11, 12}, "the unit lives on"
+
+
 def test_without_a_list_of_processes_families_are_as_they_were(tmp_path: Path) -> None:
     kin = {W: Kin(0, frozenset({V}))}
     assert FamilyFinder(str(tmp_path)).find(kin) == {W: {V}}

@@ -408,3 +408,33 @@ def test_the_front_holds_no_torch(module, unwanted):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert not unwanted & set(done.stdout.split())
+
+
+def test_a_cold_model_is_ready_and_an_answer_says_where_else_it_was_made():
+    async def handler(model, job):
+        return {**await text_handler(model, job), "device": "cpu"}
+
+    async def scenario():
+        async with serving(handler=handler) as front:
+            engine = front.engine
+            engine.tell("talk", ModelState("cold"))
+            await until(lambda: front.link.status("talk")["state"] == "cold")
+            assert (await front.client.get("/readyz")).status_code == 200
+            card = (await front.client.get("/v1/models/talk")).json()
+            assert card["state"] == "cold"
+            answer = await front.chat()
+            assert (answer.status_code, answer.headers["x-umad-device"]) == (200, "cpu")
+            engine.tell("talk", ModelState("loading"))  # not asked for by anybody
+            await until(lambda: front.link.status("talk")["state"] == "loading")
+            assert (await front.client.get("/readyz")).status_code == 503
+            assert (await front.chat()).status_code == 503
+
+    run(scenario())
+
+
+def test_an_answer_from_the_models_own_device_says_nothing_of_it():
+    async def scenario():
+        async with serving() as front:
+            assert "x-umad-device" not in (await front.chat()).headers
+
+    run(scenario())

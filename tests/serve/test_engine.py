@@ -141,10 +141,8 @@ def test_a_refused_load_waits_and_tries_again_while_others_load(tmp_path, daemon
             await engine.ready("small")
             await until(lambda: engine.link.status("big")["error"] is not None)
             state = engine.link.status("big")
-            assert state["state"] == "waiting"
+            assert state["state"] == "cold"  # a request would have others go for it
             assert state["error"]["code"] == "quota_denied"
-            with pytest.raises(QuotaDenied, match="no room now"):
-                engine.link.check("big")
             room = True
             await engine.ready("big")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-from dataclasses import asdict
 
 import pytest
 
@@ -115,8 +114,6 @@ def test_cancelling_tells_the_engine_and_a_late_answer_harms_nothing():
     [
         ("nonsense", {}),
         ("state", {}),
-        ("state", {"model": "nobody", "instance": 0, **asdict(READY)}),
-        ("state", {"model": "talk", "instance": 9, **asdict(READY)}),
         ("state", {"model": "talk", "instance": 0, "state": "splendid"}),
         ("state", {"model": "talk", "instance": 0, "unknown": 1}),
     ],

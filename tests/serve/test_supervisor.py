@@ -187,3 +187,33 @@ def test_a_revoked_model_is_held_back_in_the_next_engine_and_longer_each_time(tm
         assert lines()[:3] == ["--hold=talk=5.0", "", "--hold=talk=10.0"]
 
     run(scenario())
+
+
+@pytest.mark.slow
+def test_what_was_loaded_when_the_engine_died_is_held_back(tmp_path):
+    """Killed while it loads one model, with the other one loaded: only the first waits."""
+    config = write_config(tmp_path, {"heavy": {"priority": -1}, "light": {}})
+    daemon = Daemon(tmp_path / "umad.sock").start()
+
+    async def scenario():
+        link = EngineLink(read_settings(config))
+        environment = engine_environment({**os.environ, "PYTHONPATH": str(ROOT)}, "auto")
+        supervisor = Supervisor(link, scripted_command(config), environment)
+        supervision = asyncio.ensure_future(supervisor.run())
+        link.on_change = supervisor.note_state
+        await until(lambda: link.ready() == (2, 2))
+        assert supervisor._holds() == {}
+        # As if it had been loaded again just now.
+        link._states["heavy"] = [ModelState("loading")]
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: link.restarts == 1)
+        await until(lambda: link.status("light")["state"] == "ready")
+        assert link.status("heavy")["state"] == "waiting"
+        assert link.status("heavy")["retry_after_s"] == 5.0
+        supervisor.stop()
+        await supervision
+
+    try:
+        run(scenario())
+    finally:
+        daemon.stop()

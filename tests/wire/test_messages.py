@@ -9,6 +9,7 @@ import pytest
 from umad.errors import InvalidParams, RemoteProtocolError, UnknownMethod
 from umad.wire.messages import (
     METHODS,
+    NOTICES,
     Form,
     Notification,
     Request,
@@ -25,10 +26,14 @@ GOOD = {
     "commit": {"lease": 1, "token": 2, "measured": 0},
     "release": {"lease": 1, "token": 2, "leaked": True},
     "progress": {"worker": 1, "stage": "ready", "ratio": 1},
-    "event": {"seq": 1, "name": "killed", "unix_s": 1.7e9, "anything": "else"},
-    "queued": {"worker": 1, "what": "admit", "position": 0, "reason": ""},
+    "evict": {"name": "llama/1"},
     "hello": {"versions": [1], "client": "x"},
     "reserve": {"worker": 1, "parts": [1, 2]},
+}
+GOOD_NOTICES = {
+    "event": {"seq": 1, "name": "killed", "unix_s": 1.7e9, "anything": "else"},
+    "queued": {"worker": 1, "what": "admit", "position": 0, "reason": ""},
+    "evict": {"worker": 1, "reason": "idle", "for_worker": "qwen/1", "deadline_s": 30},
 }
 
 
@@ -91,6 +96,11 @@ def test_good_parameters_pass(method):
     assert GOOD[method].items() <= check_params(method, GOOD[method]).items()
 
 
+@pytest.mark.parametrize("method", GOOD_NOTICES)
+def test_good_notices_pass(method):
+    assert check_params(method, GOOD_NOTICES[method], NOTICES) == GOOD_NOTICES[method]
+
+
 def test_defaults_are_filled_in_and_the_callers_dict_is_left_alone():
     params = {"model": "llama", "quota": 1}
     checked = check_params("register", params)
@@ -104,6 +114,8 @@ def test_defaults_are_filled_in_and_the_callers_dict_is_left_alone():
         "thread": 0,
         "guard": False,
         "recycle": False,
+        "evict": False,
+        "settle_s": 60.0,
     }
 
 
@@ -137,10 +149,11 @@ def test_a_size_that_is_none_is_refused(size):
         ("reserve", {"parts": [1, 0]}, "parts"),
         ("reserve", {"parts": [1] * 65}, "parts"),
         ("hello", {"versions": 1}, "versions"),
-        ("queued", {"what": "else"}, "what"),
-        ("queued", {"what": []}, "what"),
+        ("evict", {"name": "llama/"}, "name"),
+        ("evict", {"name": "llama/01"}, "name"),
+        ("evict", {"name": "llama/1/2"}, "name"),
+        ("evict", {"name": "llama/1\n"}, "name"),
         ("commit", {"measured": -1}, "measured"),
-        ("event", {"name": 7}, "name"),
     ],
 )
 def test_the_refusal_names_the_parameter(method, changed, field):
@@ -148,6 +161,20 @@ def test_the_refusal_names_the_parameter(method, changed, field):
         check_params(method, {**GOOD[method], **changed})
     assert caught.value.details["param"] == field
     assert caught.value.details["accepts"] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("method", "changed"),
+    [
+        ("queued", {"what": "else"}),
+        ("queued", {"what": []}),
+        ("event", {"name": 7}),
+        ("evict", {"deadline_s": -1}),
+    ],
+)
+def test_a_notice_is_checked_too(method, changed):
+    with pytest.raises(InvalidParams, match=f"^{method}: {min(changed)} was "):
+        check_params(method, {**GOOD_NOTICES[method], **changed}, NOTICES)
 
 
 def test_a_refusal_shows_little_of_what_was_sent():
@@ -195,9 +222,10 @@ def described():
 
 
 def test_the_table_and_the_paper_agree():
-    paper = {method: (form, required, optional) for form, method, required, optional in described()}
+    paper = {(form, method): fields for form, method, *fields in described()}
     table = {
-        name: (row.form, set(row.required), set(row.params) - row.required)
-        for name, row in METHODS.items()
+        (row.form, name): [set(row.required), set(row.params) - row.required]
+        for rows in (METHODS, NOTICES)
+        for name, row in rows.items()
     }
     assert paper == table

@@ -15,9 +15,9 @@ import psutil
 from rich.console import Console
 
 from umad import __version__, config
+from umad.cli import admin, adopt, render
 from umad.cli import doctor as report
 from umad.cli import fit as costs
-from umad.cli import render
 from umad.cli import snapshot as bundle
 from umad.client import UmadError, connect
 from umad.errors import ConfigError
@@ -195,6 +195,10 @@ def _settings(file: Path) -> Settings:
         path_exists=os.path.isdir,
         physical_bytes=psutil.virtual_memory().total,
     )
+
+
+for command in (adopt.run, adopt.adopt, adopt.disown, *admin.COMMANDS):
+    cli.add_command(command)
 
 
 def main() -> int:

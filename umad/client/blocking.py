@@ -13,7 +13,7 @@ import select
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -156,6 +156,10 @@ class Client:
         pool: str = SYSTEM_POOL,
         on_revoke: Callback | None = None,
         on_recycle: Callback | None = None,
+        on_evict: Callback | None = None,
+        on_evict_cancelled: Callback | None = None,
+        on_load: Callback | None = None,
+        on_queued: Callback | None = None,
     ) -> Worker:
         """Register one model instance; use it in a ``with`` statement or ``close`` it.
 
@@ -172,12 +176,25 @@ class Client:
             on_recycle: runs there too, and only has to note it: the model is to be loaded
                 afresh, or its process started afresh, once it is idle (``recycle`` in
                 PROTOCOL.md).
+            on_evict: runs there too, and only has to note it: take no new work, unload as soon
+                as what is at work is done.  A worker without it is never asked to go.
+            on_evict_cancelled: as above: it need not go.
+            on_load: as above: somebody wants the model loaded.
+            on_queued: runs there with the reason, whenever something this worker asked for waits.
 
         Raises:
             InvalidParams: a value is not of its kind.
             DaemonUnavailable: no daemon, and ``on_unavailable`` is ``"deny"``.
             RequestRejected: the daemon refused.
         """
+        callbacks = {
+            "revoke": on_revoke,
+            "recycle": on_recycle,
+            "evict": on_evict,
+            "evict_cancelled": on_evict_cancelled,
+            "load": on_load,
+            "queued": on_queued,
+        }
         worker = Worker(
             self,
             {
@@ -190,9 +207,9 @@ class Client:
                 "pin": pin,
                 "thread": threading.get_native_id(),
                 "recycle": on_recycle is not None,
+                "evict": on_evict is not None,
             },
-            on_revoke,
-            on_recycle,
+            {name: callback for name, callback in callbacks.items() if callback is not None},
         )
         try:
             worker.bind(self.current_link())
@@ -403,7 +420,7 @@ class Client:
                 if not worker.revoked.is_set():
                     told = {"reason": error.message, **error.details}
                     worker.revoke(told)
-                    self._call([worker.on_revoke] if worker.on_revoke else [], told)
+                    self._call(worker.callbacks.get("revoke"), told)
                 continue
             except UmadError as error:
                 logger.warning("worker %s was not taken back: %s", worker.name, error.message)
@@ -430,12 +447,16 @@ class Client:
         if note.method == "shrink":
             self._shrink()
         with self._lock:
-            callbacks = list(self._callbacks.get(note.method, ()))
-            for worker in self._workers:
-                own = {"revoke": worker.on_revoke, "recycle": worker.on_recycle}.get(note.method)
-                if own and worker.is_bound_to(link, note.params.get("worker")):
-                    callbacks.append(own)
-        self._call(callbacks, note.params)
+            callbacks = [
+                *self._callbacks.get(note.method, ()),
+                *(
+                    worker.callbacks.get(note.method)
+                    for worker in self._workers
+                    if worker.is_bound_to(link, note.params.get("worker"))
+                ),
+            ]
+        for callback in callbacks:
+            self._call(callback, note.params)
 
     def _shrink(self) -> None:
         """Give back what is only kept warm, and say how the rest lies."""
@@ -444,8 +465,8 @@ class Client:
         caches.release(slots)
         self.report_segments(at_once=True)
 
-    def _call(self, callbacks: Iterable[Callback], params: dict[str, Any]) -> None:
-        for callback in callbacks:
+    def _call(self, callback: Callback | None, params: dict[str, Any]) -> None:
+        if callback is not None:
             try:
                 callback(params)
             except Exception:  # the user's code must not end the listener

@@ -79,16 +79,14 @@ class Worker:
         name: ``llama``, or ``llama/1`` for the second instance.
         meter: measures its forwards since the load.
         revoked: set as soon as the daemon has told this worker to stop.
-        on_revoke: what the listener calls after that.
-        on_recycle: what it calls when the model is to be loaded afresh.
+        callbacks: what the listener calls, by the notification's name.
     """
 
     def __init__(
         self,
         client: "Client",
         registration: Mapping[str, Any],
-        on_revoke: Callable[[dict[str, Any]], None] | None,
-        on_recycle: Callable[[dict[str, Any]], None] | None = None,
+        callbacks: Mapping[str, Callable[[dict[str, Any]], None]],
     ) -> None:
         sizes = {name: _size("register", name, registration[name]) for name in ("quota", "peak")}
         self._registration = check_params("register", {**registration, **sizes})
@@ -107,8 +105,7 @@ class Worker:
         self.name: str = f"{model}/{instance}" if instance else model
         self.revoked = threading.Event()
         self._told: Mapping[str, Any] = {}
-        self.on_revoke = on_revoke
-        self.on_recycle = on_recycle
+        self.callbacks: Final = callbacks
 
     @property
     def account(self) -> int | None:
@@ -144,6 +141,7 @@ class Worker:
         *,
         wait_s: float = _LOAD_WAIT_S,
         peak: int | str | None = None,
+        evict: bool = True,
     ) -> T:
         """Load the model within its booked peak, alone on the machine, and measure it.
 
@@ -155,6 +153,7 @@ class Worker:
             loader: builds the model and returns it; it should keep nothing else.
             wait_s: how long to queue for room, and then for the load mutex.
             peak: bytes to book while loading, where not those of the registration.
+            evict: idle models may be asked to go for this one while it waits for room.
 
         Raises:
             QuotaDenied, WaitedTooLong: there was no room in time.
@@ -168,7 +167,7 @@ class Worker:
         self.meter = Meter()
         binding = self._bound()
         size = self._registration["peak"] if peak is None else _size("reserve", "bytes", peak)
-        answer = self._reserve(binding, size, wait_s)
+        answer = self._reserve(binding, size, wait_s, evict=evict)
         booking = _Booking(binding, _ticket(answer))
         try:
             fence = self._ask(binding, "init_lock", {"wait_s": wait_s})
@@ -287,6 +286,36 @@ class Worker:
         report = {"worker": 0, "stage": stage, "ratio": ratio}
         check_params("progress", report)  # nobody answers a notification
         self.report("progress", report)
+
+    def set_quota(self, quota: int | str, peak: int | str) -> None:
+        """Change its steady quota and load peak; a loaded model's booking follows at once.
+
+        Args:
+            quota: bytes it may hold once loaded; less than it holds now puts it in breach.
+            peak: bytes it may hold while it loads; in effect from the next registration on.
+
+        Raises:
+            AccessDenied: only members of the admin group may.
+            QuotaDenied: there is no room for that much more.
+            DaemonUnavailable: no daemon, and the client does not allow that.
+        """
+        sizes = {
+            "quota": _size("set_quota", "quota", quota),
+            "peak": _size("register", "peak", peak),
+        }
+        self._ask(self._bound(), "set_quota", {"quota": sizes["quota"]})
+        self._registration = check_params("register", {**self._registration, **sizes})
+
+    def keep(self) -> bool:
+        """Somebody wants this model, which the daemon has asked to go.
+
+        The daemon spares it where another can go in its place, and says so (``evict_cancelled``);
+        else it still has to go.
+
+        Returns:
+            False when the daemon could not be told.
+        """
+        return self.report("keep", {})
 
     def close(self) -> None:
         """Unregister; the daemon takes back what the worker holds, once it is seen to be gone."""
@@ -496,8 +525,11 @@ class Worker:
         """Bytes to measure a load by: the account's where there is one, the process's else."""
         return process_bytes() if self._account is None else process_page.used(self._account)
 
-    def _reserve(self, binding: Binding | None, size: int, wait_s: float) -> dict[str, Any] | None:
-        return self._ask(binding, "reserve", {"bytes": size, "wait_s": wait_s})
+    def _reserve(
+        self, binding: Binding | None, size: int, wait_s: float, *, evict: bool
+    ) -> dict[str, Any] | None:
+        params = {"bytes": size, "wait_s": wait_s, "evict": evict}
+        return self._ask(binding, "reserve", params)
 
     def _commit(self, booking: _Booking, measured: int) -> Hold:
         """Shrink the booking to what was measured."""
@@ -514,7 +546,8 @@ class Worker:
         # there; throwing away minutes of loading would help nobody.
         booking.binding, booking.lease = self._bound(client.timeout_s), None
         quota = self._registration["quota"]
-        booking.lease = _ticket(self._reserve(booking.binding, quota, client.timeout_s))
+        answer = self._reserve(booking.binding, quota, client.timeout_s, evict=False)
+        booking.lease = _ticket(answer)
         if booking.binding is None or booking.lease is None:
             return Hold(client.mailbox, 0, None, 0, measured)
         client.call_on(booking.binding.link, "commit", {**booking.lease, "measured": measured})

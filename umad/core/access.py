@@ -37,7 +37,16 @@ METHODS: Final[dict[str, Permission]] = {
     "forward_done": Permission.WORKER,
     "progress": Permission.WORKER,
     "segments": Permission.WORKER,
+    "keep": Permission.WORKER,
     "set_quota": Permission.ADMIN,
+    "evict": Permission.ADMIN,
+    "load": Permission.ADMIN,
+    "pin": Permission.ADMIN,
+    "drain": Permission.ADMIN,
+    "resume": Permission.ADMIN,
+    "reload": Permission.ADMIN,
+    "adopt": Permission.ADMIN,
+    "disown": Permission.ADMIN,
     "cost": Permission.READ,
 }
 

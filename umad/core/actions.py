@@ -100,6 +100,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Reload:
+    """Read the configuration again, give it to ``Engine.reconfigure``, and answer this request."""
+
+    connection: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remember:
     """Keep what a forward of this model took beyond a restart."""
 
@@ -146,6 +154,7 @@ Action = (
     | CloseAccount
     | Compact
     | Look
+    | Reload
     | Remember
     | Reshape
     | RememberStop

@@ -149,8 +149,8 @@ def still_there(books: ProcessBooks, reading: ProcessReading | None) -> StillThe
        released load;
     2. of a released burst only what lies above the quotas too: within its quota a worker may
        hold what it likes;
-    3. a remainder that is noise counts as gone: the heap of an interpreter never returns to
-       the byte.
+    3. a remainder of a load that is noise counts as gone: the heap of an interpreter never
+       returns to the byte.  What lies above the quotas is no noise: it would be a breach.
     """
     if reading is None:
         return None
@@ -162,7 +162,7 @@ def still_there(books: ProcessBooks, reading: ProcessReading | None) -> StillThe
     bursts = max(0, held - max(books.active, books.quotas))  # 2
     loads = max(0, held - books.active)  # 1
     noise = max(NOISE_BYTES, int(books.releasing * NOISE_RATIO))  # 3
-    return StillThere(*(0 if left <= noise else left for left in (loads, bursts)))
+    return StillThere(0 if loads <= noise else loads, bursts)
 
 
 # Source: DESIGN, "unload": at least 98 % of the bytes are back; and our measurement of an idle
@@ -184,7 +184,10 @@ def reserve_of(capacity: int, pool: str, configured: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What a pool can give right now; ``bytes`` is None when it cannot be known."""
+    """What a pool can give right now; ``bytes`` is None when it cannot be known.
+
+    Below 0: so much is missing to the reserve, or to what is booked and not yet used.
+    """
 
     bytes: int | None
     binding: str
@@ -206,7 +209,7 @@ def headroom(
         booked = sum(size for name, size in process.by_pool if name == pool.name)
         if booked:
             unused += max(0, booked - _held(process, pool, snapshot))
-    return Headroom(max(0, pool.safe.value - reserve - unused), pool.binding)
+    return Headroom(pool.safe.value - reserve - unused, pool.binding)
 
 
 def _held(books: ProcessBooks, pool: PoolReading, snapshot: Snapshot) -> int:

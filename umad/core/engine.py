@@ -7,7 +7,7 @@ each call returns actions and leaves the books whole.  The fixed order of one lo
 2. released bytes that are seen to be gone are freed;
 3. processes over their limit are found, the watchdog decides;
 4. deadlines pass: leases, waits, the mutex, cut-off workers;
-5. who waits is granted what is there;
+5. who waits is granted what is there, or models are asked to go for it;
 6. the invariants are checked;
 7. a new reading of how free memory lies moves the ladder against fragmentation;
 8. pages that have moved behind the books are told of.
@@ -17,7 +17,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from umad.config import Settings
-from umad.core import enforcement, grants, kin, ladder, membership, migration, report, requests
+from umad.core import (
+    enforcement,
+    grants,
+    kin,
+    ladder,
+    membership,
+    migration,
+    outside,
+    pressure,
+    report,
+    requests,
+    room,
+    switching,
+)
 from umad.core.access import METHODS, Access
 from umad.core.actions import Action, Event, Look, Notify, Refuse, RememberStop, Unwatch
 from umad.core.audit import ProcessBooks, breaches, still_there
@@ -30,6 +43,7 @@ from umad.values import (
     AccountFigures,
     Identity,
     LeaseKind,
+    Outsider,
     PageFigures,
     Peer,
     ProcessReading,
@@ -77,12 +91,12 @@ class Engine:
         if client is None:
             return []
         for queue in self.state.queues:
-            for waiter in list(queue):
-                if waiter.connection == connection:
-                    queue.remove(waiter)
+            queue.pop_connection(connection)
         for key in client.workers:
             member = self.state.members[key]
-            member.client, member.cut_off_s = None, now_s
+            member.client = None
+            if not self.state.processes[member.worker.identity].outside:
+                member.cut_off_s = now_s
             self.state.mutex.take_away(key)
         return self._record(self._served(now_s), now_s)
 
@@ -94,10 +108,11 @@ class Engine:
         params: Mapping[str, Any],
         now_s: float,
         process: ProcessReading | None = None,
+        outsider: Outsider | None = None,
     ) -> list[Action]:
         """A request; exactly one Reply or Refuse for it comes now or later."""
         client = self.state.clients[connection]
-        call = membership.Call(client, request, params, now_s, process)
+        call = membership.Call(client, request, params, now_s, process, outsider)
         try:
             actions = self._handle(method, call)
         except RequestRejected as error:
@@ -127,12 +142,30 @@ class Engine:
                 f"to call {method!r}"
             )
         actions = list(handler(self.state, call))
-        if method == "register":
+        if method in ("register", "adopt"):
             self._search_s = call.now_s
         if method in _FREEING:
             self._fast_until_s = call.now_s + FAST_FOR_S
             actions.extend(self._served(call.now_s))
+        if method in _QUEUEING:
+            actions.extend(switching.reconcile(self.state, call.now_s))
+            actions.extend(grants.moved(self.state))
         return actions
+
+    def reconfigure(self, settings: Settings, now_s: float) -> list[Action]:
+        """Go by other settings from now on; budgets follow at the next look."""
+        old, self.state.settings = self.state.settings, settings
+        tables = outside.reconfigured(self.state, old)
+        enforced = settings.enforcement
+        watchdog = self.state.watchdog
+        watchdog.grace_s, watchdog.return_s = enforced.grace, enforced.return_deadline
+        watchdog.unkillable_after_s = enforced.unkillable_after
+        told: list[Action] = [
+            Notify(client.id, "reloaded", {})
+            for client in self.state.clients.values()
+            if client.workers
+        ]
+        return self._record([*told, *tables, Event("reloaded")], now_s)
 
     def found(
         self,
@@ -145,6 +178,22 @@ class Engine:
     ) -> list[Action]:
         """A live process's account page from before a restart of the daemon has turned up."""
         actions = membership.found(self.state, identity, comm, uid, page, process, now_s)
+        return self._record(actions, now_s)
+
+    def running(
+        self,
+        outsider: Outsider,
+        params: Mapping[str, Any],
+        process: ProcessReading,
+        now_s: float,
+    ) -> list[Action]:
+        """A program runs that is to be a worker, by the configuration or from before a restart.
+
+        Raises:
+            RequestRejected: it cannot be; nothing was changed.
+        """
+        actions = list(outside.take_over(self.state, params, outsider, process, now_s))
+        self._search_s = now_s
         return self._record(actions, now_s)
 
     # ----------------------------------------------------------------- looks
@@ -165,11 +214,11 @@ class Engine:
         state = self.state
         if state.snapshot is not None:
             state.fill_rate = max(state.fill_rate, int(fastest(state.snapshot, snapshot)))
-        grants.take_pressure(state, snapshot)
+        room.take_pressure(state, snapshot)
         self._earlier, state.snapshot = state.snapshot, snapshot
         for key, member in state.members.items():
             member.figures = (accounts or {}).get(key)
-        grants.take_budgets(state, snapshot)  # 1
+        room.take_budgets(state, snapshot)  # 1
         books = list(state.books())
         for at, mine in enumerate(books):  # 2
             if not mine.releasing:
@@ -192,6 +241,8 @@ class Engine:
         for verdict in state.watchdog.judge(found, snapshot, now_s):
             actions.extend(enforcement.carry_out(state, verdict, now_s))
         self._forget_left()
+        actions.extend(outside.settle(state, now_s))
+        actions.extend(pressure.observe(state, now_s))
         actions.extend(self._advance(now_s))  # 4, 5
         state.ledger.check()  # 6
         self._books = list(state.books()) if actions else books
@@ -213,7 +264,9 @@ class Engine:
         process = self.state.processes.get(identity)
         if process is not None and process.members and process.family:
             self._fast_until_s = now_s + FAST_FOR_S
-            actions = list(kin.orphaned(self.state, process, now_s))
+            lives_on = process.unit and not self.state.watchdog.killing(identity)
+            follow = outside.succeeded if lives_on else kin.orphaned
+            actions = list(follow(self.state, process, now_s))
         else:
             actions = list(self._gone(identity, now_s))
         actions.extend(self._served(now_s))
@@ -266,6 +319,11 @@ class Engine:
                 for member in state.members.values()
                 if member.cut_off_s is not None and member.state != "leaving"
             ),
+            *(
+                member.draining.deadline_s
+                for member in state.members.values()
+                if member.draining is not None
+            ),
         ]
         return min((moment for moment in moments if moment is not None), default=None)
 
@@ -305,6 +363,7 @@ class Engine:
         freed = 0
         names = self.state.names(process)
         case = self.state.watchdog.close(identity)
+        yield from outside.unanswered(self.state, process)
         for key in process.members:
             freed += self.state.ledger.drop(key)
             self._remove(key)
@@ -371,6 +430,7 @@ class Engine:
                 self._waiting_no_more(waiter.worker)
                 yield from grants.give_up(state, waiter, now_s)
         yield from self._served(now_s)
+        yield from switching.reconcile(state, now_s)
         yield from self._drop_processes()
 
     def _find_leaks(self, now_s: float) -> Iterator[Action]:
@@ -401,6 +461,7 @@ class Engine:
             if waiter is not None:
                 self.state.inits.remove(waiter)
                 yield requests.lock_granted(self.state, waiter, now_s)
+        yield from grants.moved(self.state)
 
     def _drop_processes(self) -> Iterator[Action]:
         """Processes without a worker are nobody's business."""
@@ -438,5 +499,15 @@ class Engine:
 
 
 _FREEING: Final = frozenset(
-    {"unregister", "commit", "void", "release", "init_unlock", "forward_done"}
+    {
+        "unregister",
+        "commit",
+        "void",
+        "release",
+        "init_unlock",
+        "forward_done",
+        "set_quota",
+        "resume",
+    }
 )
+_QUEUEING: Final = frozenset({"reserve", "init_lock", "keep"})

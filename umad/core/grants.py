@@ -7,12 +7,12 @@ A grant needs room twice: in the books (budget of the pool and its parents) and 
 from collections.abc import Iterator
 from typing import Any
 
+from umad.core import room, switching
 from umad.core.actions import Action, Notify, Refuse, Reply
-from umad.core.audit import headroom, reserve_of
-from umad.core.ledger import Pool
 from umad.core.state import LEASES_PER_WORKER_MAX, State
 from umad.core.waiting import Queue, Waiter
 from umad.errors import (
+    Drained,
     MemoryUnknown,
     NeverFits,
     Overloaded,
@@ -22,68 +22,11 @@ from umad.errors import (
     WaitedTooLong,
 )
 from umad.units import format_bytes
-from umad.values import SYSTEM_POOL, Lease, LeaseKind, PoolReading, Snapshot
+from umad.values import SYSTEM_POOL, Lease, LeaseKind, Snapshot
 
 HOLDERS_NAMED_MAX = 8
+REASON_MAX = 200
 PRESSURE_RETRY_S = 5.0  # an average over 10 s has halved by then
-
-
-def take_budgets(state: State, snapshot: Snapshot) -> None:
-    """Set the pools' budgets from what the machine has; a broken capacity keeps the last one."""
-    for reading in sorted(snapshot.pools.values(), key=lambda pool: pool.parent is not None):
-        capacity = reading.capacity.value
-        if capacity is None:
-            continue
-        if state.settings.memory.conservative:
-            capacity //= 2  # what is shown may not be there: half of it is promised
-        reserve = reserve_of(capacity, reading.name, state.settings.memory.reserve)
-        budget = max(0, capacity - reserve)
-        if reading.parent is not None:
-            reserve, budget = state.reserves.get(reading.parent, reserve), capacity
-        elif reading.name == SYSTEM_POOL and state.settings.memory.budget is not None:
-            budget = min(budget, state.settings.memory.budget)
-        state.reserves[reading.name] = reserve
-        state.ledger.set_pool(Pool(reading.name, budget, reading.parent))
-
-
-def take_pressure(state: State, snapshot: Snapshot) -> None:
-    """Note whether tasks stall on memory.
-
-    1. some of them for more than a tenth of the last 10 s, or all at once since the last look;
-    2. no longer once that is 2 s ago and less than a twentieth stalls, so that it does not flutter;
-    3. figures that cannot be read change nothing; a machine without them is judged by bytes alone.
-
-    Source: memory-sources, "Formulas".
-    """
-    some = snapshot.info.get("psi_some_permille_avg10")
-    full_us = snapshot.info.get("psi_full_us_total")
-    if not isinstance(some, int) or not isinstance(full_us, int):
-        return  # 3
-    risen = state.full_us is not None and full_us > state.full_us
-    state.full_us = full_us
-    if some > 100 or risen:  # 1
-        state.pressed, state.pressed_s = True, snapshot.taken_s
-    elif some < 50 and snapshot.taken_s - state.pressed_s >= 2.0:  # 2
-        state.pressed = False
-
-
-def free_now(state: State, reading: PoolReading) -> tuple[int | None, str, str]:
-    """What a pool can give at this moment: (bytes or None, binding limit, problem)."""
-    assert state.snapshot is not None
-    reserve = state.reserves.get(reading.name, 0)
-    # Stalls alone refuse nothing: one container that thrashes makes them, with memory in plenty.
-    # They say that the last of what seems available comes slowly: so twice the reserve is kept.
-    pressed = state.pressed and reading.name == SYSTEM_POOL
-    room = headroom(reading, reserve * 2 if pressed else reserve, state.books(), state.snapshot)
-    if room.bytes is None or reading.name not in state.ledger.pools:
-        return None, room.binding, room.problem or "its capacity is unknown"
-    in_books = min(
-        pool.budget - state.ledger.booked(pool.name) for pool in state.ledger.chain(reading.name)
-    )
-    in_books -= state.unclaimed()
-    if in_books < room.bytes:
-        return max(0, in_books), "budget", ""
-    return room.bytes, "psi" if pressed else room.binding, ""
 
 
 def refusal(
@@ -129,18 +72,39 @@ def refusal(
     return _no_room(state, state.snapshot, parts)
 
 
+def denied(state: State, waiter: Waiter, now_s: float) -> UmadError | None:
+    """Why a request cannot be granted now, or None if it can.
+
+    1. ``refusal``: nothing helps against what can never be;
+    2. people have stopped new loads;
+    3. a forward waits while room is kept for a load that waits beyond its bound;
+    4. a load is told who could go for it.
+    """
+    error = refusal(state, waiter.parts, waiter.worker, now_s)
+    if isinstance(error, NeverFits):
+        return error  # 1
+    load = waiter.what == "reserve"
+    if load and state.drained:  # 2
+        return Drained("no load begins: umad was drained; umadctl resume", retry_after_s=5.0)
+    if error is None and not load and (first := switching.kept_for(state, waiter, now_s)):  # 3
+        name = state.members[first.worker].worker.name
+        waited_s = now_s - first.since_s
+        return QuotaDenied(
+            f"the room is kept for {name}, which has waited {waited_s:.1f} s", retry_after_s=1.0
+        )
+    if load and isinstance(error, QuotaDenied):
+        switching.explain(state, waiter, error, now_s)  # 4
+    return error
+
+
 def _no_room(
     state: State, snapshot: Snapshot, parts: tuple[tuple[str, int], ...]
 ) -> UmadError | None:
-    wanted: dict[str, int] = {}
-    for name, size in parts:
-        for pool in state.ledger.chain(name):
-            wanted[pool.name] = wanted.get(pool.name, 0) + size
-    for name, size in wanted.items():
+    for name, size in room.wanted(state, parts).items():
         reading = snapshot.pools.get(name)
         if reading is None:
             return MemoryUnknown(f"pool {name!r} cannot be read", retry_after_s=1.0)  # 4
-        free, binding, problem = free_now(state, reading)
+        free, binding, problem = room.free_now(state, reading)
         if free is None:
             return MemoryUnknown(  # 4
                 f"pool {name!r} cannot be read: {problem}", retry_after_s=1.0
@@ -149,7 +113,7 @@ def _no_room(
             return QuotaDenied(  # 5
                 f"{format_bytes(size)} asked of pool {name!r}, {format_bytes(free)} free "
                 f"(bound by {binding}); {_holders_text(state)}",
-                retry_after_s=PRESSURE_RETRY_S if binding == "psi" else 1.0,
+                retry_after_s=PRESSURE_RETRY_S if binding in ("psi", "pressure") else 1.0,
                 details={
                     "asked_bytes": size,
                     "free_bytes": free,
@@ -162,40 +126,68 @@ def _no_room(
 
 
 def ask(state: State, queue: Queue, waiter: Waiter, now_s: float) -> Iterator[Action]:
-    """Grant at once if nobody waits before and there is room; else queue or refuse."""
-    again = _reclaim(state, waiter, now_s)
-    if again is not None:
-        yield _granted(waiter, again, now_s)
+    """Grant at once if there is room and nobody minds; else queue or refuse."""
+    if switching.kept_for(state, waiter, now_s) is None:
+        again = _reclaim(state, waiter, now_s)
+        if again is not None:
+            yield _granted(waiter, again, now_s)
+            return
+    error = denied(state, waiter, now_s)
+    before = [one for one in queue if one.priority >= waiter.priority]
+    if error is None and all(_may_be_passed(state, one, now_s) for one in before):
+        yield _pass(state, waiter, before, now_s)
         return
-    error = refusal(state, waiter.parts, waiter.worker, now_s)
-    if error is None and len(queue) == 0:
-        yield _grant(state, waiter, now_s)
-    elif isinstance(error, NeverFits):
-        yield from _refuse(state, waiter, error)
-    elif waiter.deadline_s <= now_s:
-        error = error or QuotaDenied("others wait before you", retry_after_s=1.0)
+    if error is None:
+        error = QuotaDenied(f"{_first(state, before)} waits before it", retry_after_s=1.0)
+    if isinstance(error, NeverFits) or waiter.deadline_s <= now_s:
         yield from _refuse(state, waiter, error)
     elif queue.full:
         yield from _refuse(state, waiter, Overloaded("the queue is full", retry_after_s=1.0))
     else:
-        position = queue.add(waiter)
-        reason = error.message if error is not None else "others wait before you"
-        yield queued(waiter, position, reason)
+        yield queued(waiter, queue.add(waiter), error.message)
 
 
 def pump(state: State, now_s: float) -> Iterator[Action]:
-    """Grant to the heads of the queues as long as there is room."""
+    """Grant whatever there is room for, in order; who cannot be served may be passed, in bounds."""
     for queue in (state.bursts, state.loads):
-        while (waiter := queue.head()) is not None:
-            error = refusal(state, waiter.parts, waiter.worker, now_s)
-            if isinstance(error, NeverFits):  # the budget shrank meanwhile
+        before: list[Waiter] = []
+        least: dict[str, int] = {}  # what did not fit: nor does more of the same pool
+        for waiter in list(queue):
+            if not all(_may_be_passed(state, one, now_s) for one in before):
+                break
+            pool = waiter.parts[0][0]
+            if waiter.bytes >= least.get(pool, waiter.bytes + 1):
+                before.append(waiter)
+                continue
+            error = denied(state, waiter, now_s)
+            if error is None:
+                queue.remove(waiter)
+                yield _pass(state, waiter, before, now_s)
+            elif isinstance(error, NeverFits):  # the budget shrank meanwhile
                 queue.remove(waiter)
                 yield from _refuse(state, waiter, error)
-                continue
-            if error is not None:
-                break
-            queue.remove(waiter)
-            yield _grant(state, waiter, now_s)
+            else:
+                before.append(waiter)
+                waiter.reason = error.message[:REASON_MAX]
+                if "free_bytes" in error.details:
+                    least[pool] = waiter.bytes
+
+
+def _may_be_passed(state: State, waiter: Waiter, now_s: float) -> bool:
+    """Bounded in count and time, so that the large are not starved by the small."""
+    leases = state.settings.leases
+    return waiter.passed < leases.overtake_max and now_s - waiter.since_s < leases.overtake_s
+
+
+def _pass(state: State, waiter: Waiter, before: list[Waiter], now_s: float) -> Reply:
+    """Serve one before those who stand before it."""
+    for one in before:
+        one.passed += 1
+    return _grant(state, waiter, now_s)
+
+
+def _first(state: State, before: list[Waiter]) -> str:
+    return state.members[before[0].worker].worker.name
 
 
 def give_up(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
@@ -205,7 +197,7 @@ def give_up(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
     an HTTP client) from a line that is long (429).
     """
     waited_s = now_s - waiter.since_s
-    error = refusal(state, waiter.parts, waiter.worker, now_s) if waiter.parts else None
+    error = denied(state, waiter, now_s) if waiter.parts else None
     if error is None:
         error = WaitedTooLong("its turn did not come", retry_after_s=1.0)
     error.message = f"waited {waited_s:.1f} s for {waiter.what}: {error.message}"
@@ -214,7 +206,8 @@ def give_up(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
 
 
 def queued(waiter: Waiter, position: int, reason: str) -> Notify:
-    """Tell a waiter where it stands."""
+    """Tell a waiter where it stands, and why."""
+    waiter.reason = reason[:REASON_MAX]
     return Notify(
         waiter.connection,
         "queued",
@@ -222,9 +215,16 @@ def queued(waiter: Waiter, position: int, reason: str) -> Notify:
             "worker": waiter.worker,
             "what": waiter.what,
             "position": position,
-            "reason": reason[:200],
+            "reason": waiter.reason,
         },
     )
+
+
+def moved(state: State) -> Iterator[Action]:
+    """Tell those who wait for long where they stand now; a burst's wait is over too soon for it."""
+    for queue in (state.loads, state.inits):
+        for waiter in queue.moved():
+            yield queued(waiter, waiter.position, waiter.reason)
 
 
 def _grant(state: State, waiter: Waiter, now_s: float) -> Reply:
@@ -239,7 +239,8 @@ def _grant(state: State, waiter: Waiter, now_s: float) -> Reply:
     assert isinstance(lease, Lease), "refusal() has looked at the same books"
     state.counters["grants"] += 1
     if load:
-        state.members[waiter.worker].state = "loading"
+        member = state.members[waiter.worker]
+        member.state, member.granted_s = "loading", now_s
     if not load or not state.settings.memory.conservative:
         return _granted(waiter, lease, now_s)
     # Only the machine's own memory can be touched from here, by whatever pool it is booked.

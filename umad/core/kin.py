@@ -17,9 +17,19 @@ PIDS_TOLD_MAX = 8
 
 
 def known(state: State) -> dict[Identity, Kin]:
-    """What a search for families starts from."""
+    """What a search for families starts from.
+
+    Of a unit whose first process has ended, or is being killed, only who was known is meant: the
+    unit may have been started again.
+    """
     return {
-        identity: Kin(process.uid, process.family) for identity, process in state.processes.items()
+        identity: Kin(
+            process.uid,
+            process.family,
+            process.launcher,
+            "" if process.ended or state.watchdog.killing(identity) else process.cgroup,
+        )
+        for identity, process in state.processes.items()
     }
 
 

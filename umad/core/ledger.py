@@ -64,9 +64,14 @@ NOTHING: Final = Holding()
 
 
 class Ledger:
-    """Leases against pools.  Mutable, single owner; every method leaves the books whole."""
+    """Leases against pools.  Mutable, single owner; every method leaves the books whole.
 
-    def __init__(self) -> None:
+    Args:
+        fence: tokens are above this, and so never those of a daemon that had a smaller one.
+    """
+
+    def __init__(self, fence: int = 0) -> None:
+        self._fence = fence
         self._pools: dict[str, Pool] = {}
         self._booked: dict[str, int] = {}
         self._leases: dict[int, Lease] = {}
@@ -74,9 +79,11 @@ class Ledger:
         self._next = 1
 
     @classmethod
-    def of(cls, pools: Iterable[Pool], leases: Iterable[Lease], next_id: int) -> "Ledger":
+    def of(
+        cls, pools: Iterable[Pool], leases: Iterable[Lease], next_id: int, fence: int = 0
+    ) -> "Ledger":
         """The books as they were at some time; ``next_id`` is that of the lease to come."""
-        books = cls()
+        books = cls(fence)
         for pool in pools:
             books.set_pool(pool)
         for lease in leases:
@@ -300,8 +307,9 @@ class Ledger:
         parts: tuple[tuple[str, int], ...],
         deadline_s: float | None,
     ) -> Lease:
-        # The id doubles as the fencing token: it rises with every grant and never comes back.
-        lease = Lease(self._next, worker, kind, state, parts, self._next, deadline_s)
+        # The token rises with every grant and never comes back, not from an earlier daemon either.
+        token = self._fence + self._next
+        lease = Lease(self._next, worker, kind, state, parts, token, deadline_s)
         self._next += 1
         self._add(lease)
         return lease

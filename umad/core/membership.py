@@ -4,7 +4,7 @@ A handler is (state, call) -> actions.  It raises a ``RequestRejected`` before a
 changed; the engine turns that into an answer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from umad.values import (
     Lease,
     LeaseKind,
     LeaseState,
+    Outsider,
     PageFigures,
     ProcessReading,
     Worker,
@@ -50,7 +51,8 @@ UNCLAIMED_MAX_S = 60.0
 class Call:
     """One message to handle; ``request`` is None for a notification.
 
-    ``process`` is a fresh reading of the caller's process, taken for ``register`` alone.
+    ``process`` is a fresh reading of the process to be registered, taken for that alone;
+    ``outsider`` is who that is, where it is not the caller.
     """
 
     client: Client
@@ -58,6 +60,7 @@ class Call:
     params: Params
     now_s: float
     process: ProcessReading | None = None
+    outsider: Outsider | None = None
 
     def reply(self, result: Params) -> Reply:
         """The answer to it."""
@@ -71,22 +74,16 @@ Handler = Callable[[State, Call], Iterator[Action]]
 def register(state: State, call: Call) -> Iterator[Action]:
     """Add a worker, or bind one that was cut off to its old books."""
     params, client = call.params, call.client
-    quota = params["quota"]
-    peak = params.get("peak", quota)
+    quota, peak = params["quota"], peak_of(params)
     pool = params.get("pool", SYSTEM_POOL)
     instance = params.get("instance", 0)
-    if peak < quota:
-        raise InvalidParams(
-            f"peak {format_bytes(peak)} is below the quota {format_bytes(quota)}; a load passes "
-            "through its quota"
-        )
     if len(client.workers) >= WORKERS_PER_CONNECTION_MAX:
         raise Overloaded(f"one connection may register {WORKERS_PER_CONNECTION_MAX} workers")
-    _check_fits(state, pool, peak)
+    check_fits(state, pool, peak)
     if "held" in params and not state.ledger.pools:
         raise MemoryUnknown("memory has not been read yet; register again", retry_after_s=0.5)
-    old = _find(state, params["model"], instance)
-    identity = client.peer.identity
+    old = find(state, params["model"], instance)
+    identity = client.peer.identity if call.outsider is None else call.outsider.identity
     process = state.processes.get(identity)
     if process is not None and params.get("account") in process.fenced:
         raise WorkerRevoked(
@@ -101,33 +98,23 @@ def register(state: State, call: Call) -> Iterator[Action]:
             "choose another name or instance",
             retry_after_s=1.0,
         )
-    worker = Worker(
-        state.next_worker,
-        params["model"],
-        instance,
-        identity,
-        quota,
-        peak,
-        pool,
-        params.get("priority", 0),
-        params.get("pin", False),
-        params.get("thread", 0),
-    )
-    state.next_worker += 1
+    _check_outside(call, process)
+    worker = new_worker(state, params, identity, peak)
     held = params.get("held")
-    if process is None:
-        process = Process(identity, client.peer.comm, client.peer.uid, _baseline(call))
-        state.processes[identity] = process
-        yield Watch(identity)
-    elif not process.members:  # its page was found before it came back
-        process.baseline = _baseline(call)
+    process = yield from _entered(state, call, process)
     process.unclaimed_until_s = min(
         process.unclaimed_until_s, call.now_s + state.settings.leases.recovery
     )
     process.guard_off = params.get("guard_off", process.guard_off)
     if params["guard"]:
         worker = replace(worker, account=_account(process, params.get("account")))
-    member = Member(worker, client.id, recycles=params["recycle"])
+    member = Member(
+        worker,
+        client.id,
+        recycles=params["recycle"],
+        evicts=params["evict"],
+        settle_s=params["settle_s"],
+    )
     state.members[worker.id] = member
     process.members.add(worker.id)
     client.workers.add(worker.id)
@@ -138,7 +125,7 @@ def register(state: State, call: Call) -> Iterator[Action]:
     }
     if held is not None:
         lease = state.ledger.restore(worker.id, pool, quota)
-        member.state, member.measured = "ready", held
+        member.state, member.measured, member.ready_s = "ready", held, call.now_s
         answer |= {"lease": lease.id, "token": lease.token}
     if worker.account is None:
         yield call.reply(answer)
@@ -148,6 +135,30 @@ def register(state: State, call: Call) -> Iterator[Action]:
         yield OpenAccount(identity, worker.account, member.limit_told, again)
         yield replace(call.reply(answer | {"account": worker.account}), page=identity)
     yield event("registered", member, quota_bytes=quota, peak_bytes=peak, held_bytes=held)
+
+
+def _check_outside(call: Call, process: Process | None) -> None:
+    """A program that is registered by another has one worker, and no books of its own."""
+    if call.outsider is not None and (call.params["guard"] or "held" in call.params):
+        raise InvalidParams("another process is registered without 'held' and 'guard'")
+    if process is not None and (call.outsider is not None or process.outside):
+        pid = process.identity.pid
+        raise NameTaken(f"process {pid} has a worker already, by another's word")
+
+
+def _entered(state: State, call: Call, process: Process | None) -> Generator[Action, None, Process]:
+    """The process of a new worker, known from now on."""
+    if process is None:
+        peer = call.client.peer
+        if call.outsider is not None:
+            process = Process.of(call.outsider)
+        else:
+            process = Process(peer.identity, peer.comm, peer.uid, _baseline(call))
+        state.processes[process.identity] = process
+        yield Watch(process.identity)
+    elif not process.members:  # its page was found before it came back
+        process.baseline = _baseline(call)
+    return process
 
 
 def found(
@@ -201,6 +212,39 @@ def abandon(process: Process) -> Iterator[Action]:
     )
 
 
+def new_worker(state: State, params: Params, identity: Identity, peak: int) -> Worker:
+    """A worker with the next number."""
+    state.next_worker += 1
+    return Worker(
+        state.next_worker - 1,
+        params["model"],
+        params.get("instance", 0),
+        identity,
+        params["quota"],
+        peak,
+        params.get("pool", SYSTEM_POOL),
+        params.get("priority", 0),
+        params.get("pin", False),
+        params.get("thread", 0),
+    )
+
+
+def peak_of(params: Params) -> int:
+    """The load peak of a registration: the quota where it names none.
+
+    Raises:
+        InvalidParams: it is below the quota.
+    """
+    quota: int = params["quota"]
+    peak: int = params.get("peak", quota)
+    if peak < quota:
+        raise InvalidParams(
+            f"peak {format_bytes(peak)} is below the quota {format_bytes(quota)}; a load passes "
+            "through its quota"
+        )
+    return peak
+
+
 def unregister(state: State, call: Call) -> Iterator[Action]:
     """A worker leaves by word; its bytes stay booked until they are seen to be gone."""
     member = state.members.get(call.params["worker"])
@@ -221,12 +265,12 @@ def set_quota(state: State, call: Call) -> Iterator[Action]:
 
     More must fit; less may put the worker in breach, and the next look judges it by that.
     """
-    member = state.members.get(call.params["worker"])
-    if member is None or member.state == "leaving":
-        raise LeaseNotFound(f"there is no worker {call.params['worker']}")
+    member = _named(state, call)
     quota, worker = call.params["quota"], member.worker
-    _check_fits(state, worker.pool, quota)
+    check_fits(state, worker.pool, quota)
     for lease in state.ledger.of_worker(worker.id):
+        if member.settling is not None and quota <= lease.bytes:
+            continue  # its peak counts still
         if lease.kind is LeaseKind.LOAD and lease.state is LeaseState.COMMITTED:
             more = ((worker.pool, quota - lease.bytes),)
             error = None
@@ -240,9 +284,20 @@ def set_quota(state: State, call: Call) -> Iterator[Action]:
     yield event("quota_set", member, "warning", quota_bytes=quota, was_bytes=worker.quota)
 
 
+def _named(state: State, call: Call) -> Member:
+    """The worker that people mean: by its number or its name, exactly one of them."""
+    if ("worker" in call.params) == ("name" in call.params):
+        raise InvalidParams("set_quota: give either worker, a number, or name")
+    name = call.params.get("name")
+    member = state.members.get(call.params["worker"]) if name is None else state.named(name)
+    if member is None or member.state == "leaving":
+        raise LeaseNotFound(f"there is no worker {name or call.params['worker']}")
+    return member
+
+
 def leave(state: State, member: Member, why: str, now_s: float) -> Iterator[Action]:
     """End a worker whose process lives on: what it holds goes to releasing."""
-    member.state = "leaving"
+    member.state, member.draining = "leaving", None
     member.cut_off_s = now_s
     state.mutex.take_away(member.worker.id)
     for queue in state.queues:
@@ -261,8 +316,8 @@ def end_lease(state: State, lease: Lease) -> None:
     """A lease ends by word; a worker without a load can load again."""
     state.ledger.release(lease)
     member = state.members[lease.worker]
-    if lease.kind is LeaseKind.LOAD and member.state in ("loading", "ready"):
-        member.state, member.measured = "registered", None
+    if lease.kind is LeaseKind.LOAD and member.state in ("loading", "ready", "draining"):
+        member.state, member.measured, member.draining = "registered", None, None
 
 
 def own(state: State, call: Call) -> Member:
@@ -341,7 +396,8 @@ def _baseline(call: Call) -> int:
     return now
 
 
-def _find(state: State, model: str, instance: int) -> Member | None:
+def find(state: State, model: str, instance: int) -> Member | None:
+    """The worker of this model and instance, unless it is on its way out."""
     return next(
         (
             member
@@ -353,7 +409,12 @@ def _find(state: State, model: str, instance: int) -> Member | None:
     )
 
 
-def _check_fits(state: State, pool: str, peak: int) -> None:
+def check_fits(state: State, pool: str, peak: int) -> None:
+    """Refuse what can never be granted.
+
+    Raises:
+        NeverFits: there is no such pool, or it is smaller than that.
+    """
     if not state.ledger.pools:
         return  # memory was never read: nothing is granted either
     if pool not in state.ledger.pools:

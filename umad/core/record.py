@@ -17,7 +17,7 @@ from umad.core.fragmentation import Fragmentation
 from umad.core.ledger import Ledger, Pool
 from umad.core.mutex import Holder, InitMutex
 from umad.core.plain import plain, typed
-from umad.core.state import Client, Member, Process
+from umad.core.state import Client, Member, Process, Relief, fence_of
 from umad.core.waiting import Queue, Waiter
 from umad.core.watchdog import Case
 from umad.values import Identity, Lease, PoolReading, Snapshot
@@ -52,6 +52,8 @@ class Record:
     pressed: bool
     pressed_s: float
     full_us: int | None
+    relief: Relief
+    drained: bool
     fragmentation: Fragmentation
     reserves: dict[str, int]
     counters: Counter[str]
@@ -68,6 +70,8 @@ _ALIKE: Final = (
     "pressed",
     "pressed_s",
     "full_us",
+    "relief",
+    "drained",
     "fragmentation",
     "reserves",
     "counters",
@@ -127,7 +131,9 @@ def rebuild(data: object) -> Engine:
     for name in _ALIKE:
         setattr(state, name, getattr(record, name))
     state.clients = record.clients
-    state.ledger = Ledger.of(record.pools, record.leases, record.next_lease)
+    state.ledger = Ledger.of(
+        record.pools, record.leases, record.next_lease, fence_of(state.generation)
+    )
     state.mutex = InitMutex(record.holder, record.token)
     for queue, waiters in zip(
         state.queues, (record.bursts, record.loads, record.inits), strict=True
@@ -141,7 +147,9 @@ def rebuild(data: object) -> Engine:
 
 def _fill(queue: Queue, waiters: Iterable[Waiter]) -> None:
     for waiter in waiters:
+        told = waiter.position
         queue.add(waiter)
+        waiter.position = told
 
 
 def size_of(engine: Engine) -> int:

@@ -6,10 +6,10 @@ A reading that is not known is shown as None with its problem, never as 0.
 from dataclasses import asdict, replace
 from typing import Any
 
-from umad.core import kin, ladder
+from umad.core import kin, ladder, switching
 from umad.core.audit import ORPHANED
 from umad.core.fragmentation import Need, Risk, judge_zones, largest_free
-from umad.core.grants import free_now
+from umad.core.room import free_now
 from umad.core.state import Member, Process, State
 from umad.core.waiting import Queue
 from umad.values import PoolReading, Zones
@@ -17,6 +17,7 @@ from umad.values import PoolReading, Zones
 # An answer must stay below the protocol's 64 KiB: these bounds keep it there.
 WORKERS_ANSWERED_MAX = 100
 QUEUE_ANSWERED_MAX = 50
+HEADS_MAX = 4  # of each line; their reasons are told in full
 EVENTS_ANSWERED_MAX = 50
 TEXTS_ANSWERED_MAX = 8
 ZONES_ANSWERED_MAX = 16
@@ -45,10 +46,12 @@ def status(state: State, now_s: float) -> dict[str, Any]:
         },
         "fill_rate_bytes_per_s": state.fill_rate or None,
         "pressed": state.pressed,
+        "closed": state.relief.closed_s is not None,
+        "drained": state.drained,
         "pools": []
         if snapshot is None
         else [_pool(state, pool) for pool in snapshot.pools.values()],
-        "workers": [_worker(state, member) for member in members[:WORKERS_ANSWERED_MAX]],
+        "workers": [_worker(state, member, now_s) for member in members[:WORKERS_ANSWERED_MAX]],
         "workers_total": len(members),
         "processes": [
             _process(state, process)
@@ -82,8 +85,10 @@ def _pool(state: State, reading: PoolReading) -> dict[str, Any]:
     }
 
 
-def _worker(state: State, member: Member) -> dict[str, Any]:
-    worker = member.worker
+def _worker(state: State, member: Member, now_s: float) -> dict[str, Any]:
+    worker, draining = member.worker, member.draining
+    loaded = member.state in ("ready", "draining")
+    rival = None if draining is None else state.members.get(draining.rival or 0)
     return {
         "id": worker.id,
         "name": worker.name,
@@ -98,6 +103,9 @@ def _worker(state: State, member: Member) -> dict[str, Any]:
         "measured": member.measured,
         "priority": worker.priority,
         "pin": worker.pin,
+        "idle_s": round(switching.idle_s(member, now_s), 1) if loaded else None,
+        "load_s": None if member.load_s is None else round(member.load_s, 3),
+        "going_for": None if rival is None else rival.worker.name,
         "forwards": member.forwards,
         "last_forward": dict(member.last_forward),
     }
@@ -111,7 +119,9 @@ def worker_state(state: State, member: Member) -> str:
         return "fenced"
     if member.leaking:
         return "leaking"
-    return "cut off" if member.cut_off_s and member.state != "leaving" else member.state
+    if member.cut_off_s and member.state != "leaving":
+        return "cut off"
+    return "cold" if member.evicts and member.state == "registered" else member.state
 
 
 def _process(state: State, process: Process) -> dict[str, Any]:
@@ -163,6 +173,10 @@ def _queue(state: State, queue: Queue, now_s: float) -> list[dict[str, Any]]:
             "position": position,
             "bytes": waiter.bytes,
             "waited_s": round(now_s - waiter.since_s, 3),
+            "left_s": round(waiter.deadline_s - now_s, 3),
+            "priority": waiter.priority,
+            "passed": waiter.passed,
+            "reason": waiter.reason[: 200 if position < HEADS_MAX else 80],
         }
         for position, waiter in enumerate(queue)
     ]

@@ -6,7 +6,7 @@ Parameters have been checked for shape by wire; meaning is checked here.
 from collections.abc import Iterator
 from typing import Final
 
-from umad.core import grants, ladder, report
+from umad.core import admin, grants, ladder, outside, report, switching
 from umad.core.actions import Action, Remember, Reply, Reshape
 from umad.core.cost import Sample
 from umad.core.membership import (
@@ -64,6 +64,7 @@ def reserve(state: State, call: Call) -> Iterator[Action]:
     else:
         sizes = [call.params.get("bytes", member.worker.peak)]
     waiter = _waiter(state, call, member, "reserve", sizes)
+    waiter.evict = call.params["evict"]
     if waiter.bytes > member.worker.peak:
         raise QuotaExceeded(
             f"{format_bytes(waiter.bytes)} is above the peak that worker {member.worker.name!r} "
@@ -89,8 +90,15 @@ def commit(state: State, call: Call) -> Iterator[Action]:
             f"above its quota {format_bytes(quota)}; unload it or raise the quota",
             details={"measured_bytes": measured, "quota_bytes": quota},
         )
+    if state.processes[member.worker.identity].outside:  # it has only been started
+        kept = state.ledger.commit(lease, lease.bytes)
+        outside.started(state, member, call.now_s)
+        yield call.reply({"bytes": kept.bytes})
+        yield event("launched", member, booked_bytes=kept.bytes)
+        return
     kept = state.ledger.commit(lease, min(quota, lease.bytes))
     member.state, member.measured = "ready", measured
+    member.ready_s, member.load_s = call.now_s, call.now_s - member.granted_s
     yield call.reply({"bytes": kept.bytes})
     yield event("loaded", member, measured_bytes=measured, booked_bytes=kept.bytes)
 
@@ -123,7 +131,14 @@ def init_lock(state: State, call: Call) -> Iterator[Action]:
     elif state.inits.full:
         raise Overloaded("too many wait for the init mutex", retry_after_s=1.0)
     else:
-        yield grants.queued(waiter, state.inits.add(waiter), "another worker initialises")
+        yield grants.queued(waiter, state.inits.add(waiter), _initialises(state))
+
+
+def _initialises(state: State) -> str:
+    holder = state.mutex.holder
+    if holder is None:
+        return "the daemon waits for its former workers"
+    return f"{state.members[holder.worker].worker.name} loads; one at a time"
 
 
 def init_unlock(state: State, call: Call) -> Iterator[Action]:
@@ -149,6 +164,7 @@ def forward_done(state: State, call: Call) -> Iterator[Action]:
     if "lease" in call.params:
         end_lease(state, _lease(state, call))
     member.forwards += 1
+    member.worked_s = call.now_s
     member.last_forward = {
         key: call.params[key] for key in ("predicted", "peak", "tokens", "batch", "seconds")
     }
@@ -196,6 +212,11 @@ def progress(state: State, call: Call) -> Iterator[Action]:
     return iter(())
 
 
+def keep(state: State, call: Call) -> Iterator[Action]:
+    """Somebody wants a model that was asked to go."""
+    yield from switching.wanted(state, own(state, call), call.now_s)
+
+
 def segments(state: State, call: Call) -> Iterator[Action]:
     """How the memory of the caller's device allocator lies; of the whole process."""
     process = state.processes.get(call.client.peer.identity)
@@ -221,7 +242,16 @@ HANDLERS: Final[dict[str, Handler]] = {
     "forward_done": forward_done,
     "progress": progress,
     "segments": segments,
+    "keep": keep,
+    "evict": admin.evict,
+    "load": admin.load,
+    "pin": admin.pin,
+    "drain": admin.drain,
+    "resume": admin.resume,
+    "reload": admin.reload,
     "set_quota": set_quota,
+    "adopt": outside.adopt,
+    "disown": outside.disown,
     "cost": cost,
 }
 
@@ -231,6 +261,7 @@ def lock_granted(state: State, waiter: Waiter, now_s: float) -> Reply:
     timeout_s = state.settings.leases.init_timeout
     holder = state.mutex.take(waiter.worker, now_s + timeout_s)
     assert holder is not None, "only a free mutex is handed on"
+    state.members[waiter.worker].granted_s = now_s  # its wait is no part of what its load costs
     return Reply(
         waiter.connection,
         waiter.request,
@@ -263,4 +294,5 @@ def _waiter(state: State, call: Call, member: Member, what: str, sizes: list[int
         call.now_s + wait_s,
         tuple((member.worker.pool, size) for size in sizes),
         min(call.params.get("ttl_s", leases.burst_ttl), leases.burst_ttl),
+        member.worker.priority,
     )

@@ -18,9 +18,21 @@ from umad.core.history import History
 from umad.core.ledger import Ledger
 from umad.core.mutex import InitMutex
 from umad.core.pace import Pace
+from umad.core.settling import Settling
 from umad.core.waiting import Queue
 from umad.core.watchdog import Watchdog
-from umad.values import AccountFigures, Identity, Moved, Peer, Segments, Snapshot, Worker
+from umad.values import (
+    AccountFigures,
+    Identity,
+    LeaseKind,
+    LeaseState,
+    Moved,
+    Outsider,
+    Peer,
+    Segments,
+    Snapshot,
+    Worker,
+)
 
 WORKERS_PER_CONNECTION_MAX = 64
 LEASES_PER_WORKER_MAX = 4096
@@ -42,8 +54,28 @@ class Client:
 
 
 @dataclass(slots=True)
+class Draining:
+    """A model was asked to go: for whom (a worker; None: people or the machine), and until when."""
+
+    rival: int | None
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Relief:
+    """What was done for a machine below its reserve, and when (monotonic; None: not yet)."""
+
+    closed_s: float | None = None  # admission is closed
+    shrunk_s: float | None = None
+    evicted_s: float | None = None
+
+
+@dataclass(slots=True)
 class Member:
-    """A registered worker and what is known of it.  ``client`` is None while it is cut off."""
+    """A registered worker and what is known of it.  ``client`` is None while it is cut off.
+
+    ``state``: registered (without a model), waiting, loading, ready, draining, leaving.
+    """
 
     worker: Worker
     client: int | None
@@ -58,9 +90,19 @@ class Member:
     limit_told: int | None = None
     figures: AccountFigures | None = None
     recycles: bool = False  # it carries out ``recycle``
+    evicts: bool = False  # it carries out ``evict`` and ``load``
+    granted_s: float = 0.0  # when its load was granted, and then the init mutex
+    load_s: float | None = None  # what its last load took, once one was measured
+    ready_s: float = 0.0  # since when its model is loaded
+    worked_s: float = 0.0  # when its last forward ended
+    draining: Draining | None = None
+    asked_s: dict[str, float] = field(default_factory=dict)  # when it was to go, by rival's name
+    missed_s: float | None = None  # when it last was to have gone and had not
     forwards: int = 0
     last_forward: Mapping[str, Any] = field(default_factory=dict)
     exceeded_s: float | None = None  # when people were told that a forward took more than predicted
+    settle_s: float = 0.0  # of a program that does not say when it has loaded
+    settling: Settling | None = None  # it is loading
 
 
 @dataclass(slots=True)
@@ -81,10 +123,40 @@ class Process:
     fenced: frozenset[int] = frozenset()
     family: frozenset[Identity] = frozenset()  # whose bytes are in its readings
     ended: bool = False  # what is left is its family
+    launcher: Identity | None = None  # who registered it
+    unit: str = ""  # the systemd unit that was adopted, and its cgroup
+    cgroup: str = ""
     segments: Segments | None = None  # of its device allocator, and when it told of them
     segments_s: float = 0.0
     moved: Moved | None = None  # as told last, and from when on it may be told again
     moved_told_s: float = 0.0
+
+    @property
+    def outside(self) -> bool:
+        """It knows nothing of umad: its worker hangs on no connection."""
+        return self.launcher is not None or bool(self.unit)
+
+    @classmethod
+    def of(cls, outsider: Outsider) -> "Process":
+        """All that such a program holds counts: it has no baseline."""
+        return cls(
+            outsider.identity,
+            outsider.comm,
+            outsider.uid,
+            0,
+            family=outsider.others,
+            launcher=outsider.launcher,
+            unit=outsider.unit,
+            cgroup=outsider.cgroup,
+        )
+
+
+def fence_of(generation: int) -> int:
+    """Below all tokens that the daemon of this generation gives out, above all of those before.
+
+    A number that is exact in a double too, for clients that have no other.
+    """
+    return generation << 32
 
 
 class State:
@@ -97,8 +169,8 @@ class State:
         self.access = access
         self.generation = generation
         self.recovering_until_s = recovering_until_s
-        self.ledger = Ledger()
-        self.mutex = InitMutex()
+        self.ledger = Ledger(fence_of(generation))
+        self.mutex = InitMutex(token=fence_of(generation))
         self.loads = Queue(QUEUE_MAX)
         self.bursts = Queue(QUEUE_MAX)
         self.inits = Queue(QUEUE_MAX)
@@ -115,6 +187,8 @@ class State:
         self.pressed = False  # tasks stall on memory
         self.pressed_s = 0.0  # when that was seen last
         self.full_us: int | None = None  # for how long all of them did, since the start
+        self.relief = Relief()
+        self.drained = False  # people let no load begin
         self.fragmentation = Fragmentation()
         self.reserves: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
@@ -140,6 +214,25 @@ class State:
             allowed = max(self.ledger.booked_by(key), member.worker.quota)
             loading = member.state == "loading"
             yield AccountBooks(member.worker.identity, key, allowed, loading), member.figures
+
+    def bursting(self, worker: int) -> int:
+        """Bytes of the forwards that a worker has at work."""
+        return sum(
+            lease.bytes
+            for lease in self.ledger.of_worker(worker)
+            if lease.kind is LeaseKind.BURST and lease.state is not LeaseState.RELEASING
+        )
+
+    def named(self, name: str) -> Member | None:
+        """The live worker of that name."""
+        return next(
+            (
+                member
+                for member in self.members.values()
+                if member.worker.name == name and member.state != "leaving"
+            ),
+            None,
+        )
 
     def unclaimed(self) -> int:
         """Bytes that guards still hand out to workers from before a restart."""

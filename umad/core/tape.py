@@ -16,7 +16,7 @@ from umad.core.actions import Action, Notify
 from umad.core.engine import Engine
 from umad.core.plain import plain, typed
 from umad.core.record import check_snapshot, dump, size_of
-from umad.values import ProcessReading, Snapshot
+from umad.values import Outsider, ProcessReading, Snapshot
 
 STRETCH_BYTES: Final = 3 << 18
 """What one stretch of inputs may take, by estimate: half a minute at ease with five workers."""
@@ -35,10 +35,12 @@ INPUTS: Final = frozenset(
         "request",
         "notification",
         "found",
+        "running",
         "observe",
         "exited",
         "searched",
         "kill_sent",
+        "reconfigure",
         "advance",
     }
 )
@@ -173,10 +175,12 @@ class RecordedEngine(Engine):
     disconnected = _taped(Engine.disconnected)
     notification = _taped(Engine.notification)
     found = _taped(Engine.found)
+    running = _taped(Engine.running)
     observe = _taped(Engine.observe)
     exited = _taped(Engine.exited)
     searched = _taped(Engine.searched)
     kill_sent = _taped(Engine.kill_sent)
+    reconfigure = _taped(Engine.reconfigure)
     advance = _taped(Engine.advance)
     _request = _taped(Engine.request)
 
@@ -188,8 +192,9 @@ class RecordedEngine(Engine):
         params: Mapping[str, Any],
         now_s: float,
         process: ProcessReading | None = None,
+        outsider: Outsider | None = None,
     ) -> list[Action]:
         """See ``Engine``; what anybody may ask changes nothing that is decided on: not recorded."""
         reads = METHODS.get(method, Permission.READ) is Permission.READ
         handle = super().request if reads else self._request
-        return handle(connection, request, method, params, now_s, process)
+        return handle(connection, request, method, params, now_s, process, outsider)

@@ -9,9 +9,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -29,6 +30,7 @@ from umad.core.actions import (
     Notify,
     OpenAccount,
     Refuse,
+    Reload,
     Remember,
     RememberStop,
     Reply,
@@ -41,6 +43,8 @@ from umad.core.history import History
 from umad.core.pace import MOVES_A_LIMIT
 from umad.core.ports import Probe
 from umad.core.tape import RecordedEngine
+from umad.daemon import reloading
+from umad.daemon.adopt import Adoptions, kin_of, launched, running_unit
 from umad.daemon.control import Channel, ControlServer
 from umad.daemon.effects import DryRun, Effects
 from umad.daemon.exporter import Exporter
@@ -48,14 +52,23 @@ from umad.daemon.metrics import MEDIA_TYPE, Metrics
 from umad.daemon.pacing import Pacer
 from umad.daemon.pages import Pages
 from umad.daemon.recording import Recording
-from umad.errors import InvariantBroken, ProbeError, RequestRejected, UmadError, VersionMismatch
+from umad.errors import (
+    ConfigError,
+    InvariantBroken,
+    ProbeError,
+    RequestRejected,
+    UmadError,
+    VersionMismatch,
+)
 from umad.host import history, procs
 from umad.host.family import FamilyFinder
 from umad.host.notify import Notifier, PassedFd
 from umad.host.pressure import PRESSURE
-from umad.values import SYSTEM_POOL, Identity, Kin, ProcessReading
+from umad.values import SYSTEM_POOL, Identity, Kin, Outsider, ProcessReading
 from umad.wire.frames import Limits
 from umad.wire.messages import PROTOCOL_VERSION, Notification, Request, check_params
+
+_TOLD_MAX: Final = 8000
 
 
 class Daemon:
@@ -72,6 +85,7 @@ class Daemon:
         generation: int,
         restarted: bool,
         kept: history.History,
+        reread: Callable[[], Settings],
         pages: Sequence[PassedFd] = (),
         warnings: tuple[str, ...] = (),
         advice: tuple[str, ...] = (),
@@ -81,6 +95,7 @@ class Daemon:
         ended: asyncio.Future[int],
     ) -> None:
         self._settings = settings
+        self._reread = reread
         self._probe = probe
         self._notifier = notifier
         self._log = log
@@ -107,6 +122,7 @@ class Daemon:
         self._recording = Recording(self.engine.tape)
         self._kept = pages
         self._finder = FamilyFinder(settings.memory.root)
+        self._adoptions = Adoptions(Path(settings.daemon.socket).parent, settings.memory.root)
         self._effects = (DryRun if dry_run else Effects)(self._loop, self._exited)
         self._server: ControlServer | None = None
         self._exporter: Exporter | None = None
@@ -136,6 +152,8 @@ class Daemon:
         if self._history.problem:
             self._happened("history", "error", why=self._history.problem)
         self._history.start(lambda why: self._loop.call_soon_threadsafe(self._tell_of_history, why))
+        if why := self._adoptions.load():
+            self._happened("adoptions_lost", "error", why=why)
         self._look()
         self._server = ControlServer(
             self._loop,
@@ -201,18 +219,25 @@ class Daemon:
                 channel.respond(message.id, part)
                 return
             process: ProcessReading | None = None
-            if message.method == "register":
-                process = self._read(channel.peer.identity, channel.peer.uid)
+            outsider = self._outsider(channel, message.method, params)
+            if outsider is not None:
+                process = self._read(outsider.identity, kin_of(outsider))
+            elif message.method == "register":
+                process = self._read(channel.peer.identity, Kin(channel.peer.uid))
                 self._adopt_page(channel)
         except RequestRejected as error:
             channel.respond(message.id, error=error.to_wire())
             return
         actions = self.engine.request(
-            channel.id, message.id, message.method, params, self._loop.time(), process
+            channel.id, message.id, message.method, params, self._loop.time(), process, outsider
         )
         self._do(actions)
+        if outsider is not None or message.method in ("commit", "disown"):
+            self._keep_adoptions(message.method, params, actions)
         if message.method in MOVES_A_LIMIT:
             self._pacer.hurry()
+        if message.method == "release" and len(self.engine.state.loads):
+            self._tick()  # who waits for these bytes gets them when a look has seen them go
         if message.method == "status":
             return
         if not any(isinstance(action, Reply | Refuse) for action in actions):
@@ -274,6 +299,9 @@ class Daemon:
         self._pages.settle()
         accounts = dict(self._pages.figures(self.engine.state.members))
         self._do(self.engine.observe(snapshot, self._loop.time(), accounts))
+        for outsider, wanted in self._adoptions.due(self.engine.state, self._loop.time()):
+            self._take_over(outsider, wanted)
+        self._keep_adoptions()
         self._arm_deadline()
         self._pacer.follow(self.engine.pace(self._loop.time()))
         self._metrics.looked(snapshot, self._loop.time() - began_s)
@@ -308,8 +336,7 @@ class Daemon:
     def _perform(self, action: Action) -> None:
         match action:
             case Reply() | Refuse() | Notify():
-                if (channel := self._channel(action.connection)) is not None:
-                    self._send(channel, action)
+                self._send(action)
             case Event():
                 self._tell(action)
             case Kill(identity, reason):
@@ -326,8 +353,25 @@ class Daemon:
                     self._happened("compaction_not_asked", "warning", why=why)
             case OpenAccount() | SetLimit() | CloseAccount():
                 self._perform_on_page(action)
+            case Reload(connection, request):
+                self._reload(connection, request)
             case Remember() | Reshape() | RememberStop():
                 self._keep(action)
+
+    def _reload(self, connection: int, request: int) -> None:
+        """Go by the file as it is now; a bad one changes nothing."""
+        try:
+            reloaded = reloading.take(self._settings, self._reread())
+        except ConfigError as error:
+            self._happened("not_reloaded", "error", why=error.message)
+            # All problems are in the text; the list of them may be longer than a message.
+            told = ConfigError(error.message[:_TOLD_MAX])
+            self._perform(Refuse(connection, request, told))
+            return
+        self._settings = reloaded.settings
+        models_left_out = replace(reloaded.settings, models=())  # they are umad-serve's
+        self._perform(Reply(connection, request, reloaded.answer()))
+        self._do(self.engine.reconfigure(models_left_out, self._loop.time()))
 
     def _keep(self, action: Remember | Reshape | RememberStop) -> None:
         match action:
@@ -343,7 +387,10 @@ class Daemon:
             self._metrics.stopped(event.fields)
         self._happened(event.name, event.level, **event.fields)
 
-    def _send(self, channel: Channel, action: Reply | Refuse | Notify) -> None:
+    def _send(self, action: Reply | Refuse | Notify) -> None:
+        channel = self._channel(action.connection)
+        if channel is None:
+            return
         match action:
             case Reply(_, request, result, page):
                 fd = None if page is None else self._pages.fd(page)
@@ -381,9 +428,38 @@ class Daemon:
     def _found(self, identity: Identity) -> None:
         """A page from before our restart: its accounts go on before their workers are back."""
         comm, uid = procs.comm(identity.pid), procs.owner(identity.pid)
-        figures, reading = self._pages.found(identity), self._read(identity, uid)
+        figures, reading = self._pages.found(identity), self._read(identity, Kin(uid))
         now_s = self._loop.time()
         self._do(self.engine.found(identity, comm, uid, figures, reading, now_s))
+
+    def _outsider(self, channel: Channel, method: str, params: dict[str, Any]) -> Outsider | None:
+        """Of whom a request speaks that is not its sender."""
+        root = self._settings.memory.root
+        if method == "register" and "process" in params:
+            return launched(channel.peer, params["process"], root)
+        return running_unit(params["unit"], root) if method == "adopt" else None
+
+    def _keep_adoptions(
+        self, method: str = "", params: Mapping[str, Any] | None = None, did: Iterable[Action] = ()
+    ) -> None:
+        """Note who came under quota by another's word, or is no more."""
+        if params is not None and any(isinstance(action, Reply) for action in did):
+            if method == "adopt":
+                self._adoptions.adopted(params)
+            elif method == "disown":
+                self._adoptions.disowned(params["name"])
+        if why := self._adoptions.keep(self.engine.state):
+            self._happened("adoptions_not_kept", "error", why=why)
+
+    def _take_over(self, outsider: Outsider, params: Mapping[str, Any]) -> None:
+        """Put a running program under quota that nobody has asked for just now."""
+        reading = self._read(outsider.identity, kin_of(outsider))
+        try:
+            self._do(self.engine.running(outsider, params, reading, self._loop.time()))
+        except RequestRejected as error:
+            if self._adoptions.refused(params["model"], error.message):
+                fields = {"worker": params["model"], "unit": outsider.unit}
+                self._happened("not_adopted", "warning", **fields, why=error.message)
 
     def _kill(self, identity: Identity, reason: str) -> None:
         problem = self._effects.kill(identity)
@@ -432,12 +508,12 @@ class Daemon:
     def _channel(self, connection: int) -> Channel | None:
         return None if self._server is None else self._server.channels.get(connection)
 
-    def _read(self, identity: Identity, uid: int | None) -> ProcessReading:
+    def _read(self, identity: Identity, mine: Kin) -> ProcessReading:
         """A fresh reading of one process and its family."""
         state = self.engine.state
         families = kin.counted(state)
         if identity not in state.processes:
-            found = self._finder.find({**kin.known(state), identity: Kin(uid)})
+            found = self._finder.find({**kin.known(state), identity: mine})
             # The one that asks may have been counted with a parent that registered before it.
             families = {who: members - {identity} for who, members in families.items()}
             families[identity] = found[identity] - state.processes.keys()

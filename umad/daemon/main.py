@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -183,6 +184,7 @@ async def _serve(settings: Settings, options: Options, looked: Passed) -> int:
     # First of all: from here on a signal leaves nothing behind.
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, _end_once, ended)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # whoever reloads so waits for an answer
     log = logs.configure(options.log_format)
     if not procs.lock_memory():
         log.info("memory_not_locked", why="RLIMIT_MEMLOCK; the daemon can be swapped out")
@@ -215,6 +217,7 @@ async def _serve(settings: Settings, options: Options, looked: Passed) -> int:
             generation=generation,
             restarted=restarted,
             kept=History.open(_state_folder(settings, os.environ)),
+            reread=partial(load_settings, options),
             pages=[given for given in passed if is_page(given)],
             warnings=tuple(finding.summary for finding in looked.forgiven),
             advice=tuple(finding.summary for finding in looked.advice),

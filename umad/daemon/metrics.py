@@ -27,8 +27,8 @@ from prometheus_client.registry import Collector
 from umad import __version__
 from umad.core.enforcement import FENCES
 from umad.core.engine import Engine
-from umad.core.grants import free_now
 from umad.core.report import worker_state
+from umad.core.room import free_now
 from umad.core.state import Member, Process, State
 from umad.values import Figure, Reading, Snapshot
 
@@ -60,6 +60,9 @@ _COUNTERS: Final = {
     "leaks": "Workers that said they gave bytes back and kept them.",
     "leases_expired": "Leases that ended by their deadline.",
     "leases_leaked": "Leases whose owner was garbage-collected instead of closed.",
+    "evictions": "Models that were asked to go.",
+    "evictions_missed": "Models that were asked to go and had not gone by the deadline.",
+    "evictions_rescued": "Models that were asked to go and spared, since another could go.",
     "protocol_violations": "Connections that were closed for breaking the protocol.",
     "foreign_senders": "Processes that used another one's connection.",
 }

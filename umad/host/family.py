@@ -7,31 +7,34 @@ another registered process.  A descendant is known by one of these, and by nothi
    was seen once stays one of the family when its parent dies;
 2. its session is led by one of the family: a session cannot be joined, only inherited;
 3. it is in the registered process's own cgroup, while that process lives: a ``.scope`` or
-   ``.service`` that at some look held nobody but the family.
+   ``.service`` that at some look held nobody but the family, or the unit that was adopted;
+4. it was taken in by the registered process's launcher (``umadctl run``), as every orphan below
+   that is: it starts nothing else.
 
 A process group proves nothing: a shell puts the neighbours in a pipeline into one.  umad, its
 ancestors and pid 1 are in no family, and have none: who started umad is a host, not a worker.
 A process of another user than its registered process's is not in its family: umad, as root, would
 kill for a worker whom the worker may not.
 
-What can slip through: a child that is born after the last look (a second), outlives its parent
-and has left its session (or never had one of its own) is not found.  Its bytes then count as what
-they are, used memory that nobody can be asked for: they lower what can be granted.
+What can slip through without a launcher: a child that is born after the last look (a second),
+outlives its parent and has left its session (or never had one of its own) is not found.  Its bytes
+then count as what they are, used memory that nobody can be asked for: they lower what can be
+granted.
 """
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Final
 
+from umad.host import cgroups
 from umad.host.clock import Clock
-from umad.host.files import Unreadable, inside, parse_decimal, read_as, read_file
+from umad.host.files import Unreadable, inside, read_as, read_file
 from umad.host.procs import Stat, lineage, parse_proportional, parse_stat, parse_uid
 from umad.values import Identity, Kin, Moved, ProcessReading, Reading
 
 _ROUNDS_MAX: Final = 8  # adoptions by session in one look; the next look goes on from there
-_CGROUPS: Final = ("sys/fs/cgroup", "sys/fs/cgroup/unified")  # v2 alone, and beside v1
 # How often shared pages are counted anew: once a second, and for at most a fiftieth of the time.
 _RECOUNT_S: Final = 1.0
 _RECOUNT_COST: Final = 50.0
@@ -69,6 +72,7 @@ def families(
     never: Collection[int],
     ended: Identity | None = None,
     units: Mapping[Identity, Collection[int]] | None = None,
+    launchers: Mapping[Identity, Identity] | None = None,
 ) -> dict[Identity, frozenset[Identity]]:
     """Whose family each process is in.
 
@@ -79,6 +83,7 @@ def families(
         never: pids that are in no family and have none, as our ancestors; 0 and 1 are of them.
         ended: a registered process that has ended this moment: its session is its last word.
         units: pids in the own cgroups of registered processes that live.
+        launchers: by registered process, who started it, and is in no family itself for that.
 
     Returns:
         The members of each registered process's family, itself not included.
@@ -98,6 +103,8 @@ def families(
         seeds |= {
             who.pid: root for who in known if there(who) and nearest.get(who.pid) not in new_roots
         }
+    parents = {one.pid: root for root, one in (launchers or {}).items() if there(one)}
+    seeds |= parents
     seeds |= fixed
     for _ in range(_ROUNDS_MAX):
         owners = _owners(table, seeds)
@@ -113,7 +120,7 @@ def families(
         if owner in (None, _OURS) or pid not in table or table[pid].ended:
             continue
         who = Identity(pid, table[pid].start_ticks)
-        if who != owner:
+        if who != owner and parents.get(pid) != owner:
             found[owner].add(who)
     return {root: frozenset(members) for root, members in found.items()}
 
@@ -196,12 +203,21 @@ class FamilyFinder:
             return known
         umad = os.getpid()
         never = lineage(umad, self._root)
-        found = families(table, known, umad=umad, never=never, ended=ended)
-        units = self._units(table, found, never)
+        search = partial(
+            families,
+            table,
+            known,
+            umad=umad,
+            never=never,
+            ended=ended,
+            launchers={root: kin.launcher for root, kin in roots.items() if kin.launcher},
+        )
+        found = search()
+        units = self._units(table, found, never, roots)
         if any(units.values()):
-            found = families(table, known, umad=umad, never=never, ended=ended, units=units)
+            found = search(units=units)
         return {
-            root: frozenset(one for one in members if self._may_be(one, roots[root].uid))
+            root: frozenset(one for one in members if self._may_be(one, roots[root]))
             for root, members in found.items()
         }
 
@@ -217,19 +233,23 @@ class FamilyFinder:
         table: Mapping[int, Stat],
         found: Mapping[Identity, frozenset[Identity]],
         never: Collection[int],
+        roots: Mapping[Identity, Kin],
     ) -> dict[Identity, frozenset[int]]:
         """Who else is in the cgroups that are some registered process's own."""
         own: dict[Identity, str] = {}
         units: dict[Identity, frozenset[int]] = {}
         for root, members in found.items():
-            if root.pid not in table or table[root.pid].start_ticks != root.start_ticks:
-                continue  # it has ended: from now on the unit may hold its successor
-            path = self._cgroup(root.pid)
-            if path is None:
-                continue
-            inside_it = self._pids(path)
             family = {root.pid, *(member.pid for member in members)}
             others = {one.pid for one in found if one != root}.union(never)
+            if adopted := roots[root].cgroup:
+                units[root] = cgroups.pids_below(adopted, self._root) - family - others
+                continue
+            if root.pid not in table or table[root.pid].start_ticks != root.start_ticks:
+                continue  # it has ended: from now on the unit may hold its successor
+            path = cgroups.of_process(root.pid, self._root)
+            if not path.endswith((".scope", ".service")):
+                continue
+            inside_it = cgroups.pids(path, self._root)
             if root.pid not in inside_it or inside_it & others:
                 continue
             if inside_it <= family or self._own.get(root) == path:
@@ -238,32 +258,12 @@ class FamilyFinder:
         self._own = own
         return units
 
-    def _cgroup(self, pid: int) -> str | None:
-        """The v2 cgroup of a process, where it is one that may be a process's own."""
-        try:
-            lines = read_file(inside(self._root, f"proc/{pid}/cgroup")).decode("utf-8", "replace")
-        except Unreadable:
-            return None
-        for line in lines.splitlines():
-            if line.startswith("0::/") and line.endswith((".scope", ".service")):
-                return line[len("0::/") :]
-        return None
-
-    def _pids(self, path: str) -> frozenset[int]:
-        for mount in _CGROUPS:
-            try:
-                data = read_file(inside(self._root, f"{mount}/{path}/cgroup.procs"))
-                return frozenset(parse_decimal(line) for line in data.split())
-            except (Unreadable, ValueError):
-                continue
-        return frozenset()
-
-    def _may_be(self, member: Identity, uid: int | None) -> bool:
-        if uid == 0:
+    def _may_be(self, member: Identity, of: Kin) -> bool:
+        if of.uid == 0 or of.cgroup:  # an administrator adopted the unit, whoever is in it
             return True
         try:
             path = inside(self._root, f"proc/{member.pid}/status")
-            return read_as(path, parse_uid) == uid
+            return read_as(path, parse_uid) == of.uid
         except Unreadable:
             return False  # gone; or nobody can say whose it is
 

@@ -5,7 +5,7 @@ refusal is never a 500; a client that hangs up cancels its work; no log line hol
 wrote.  A request's way:
 1. gate: share of the client, size of the body (before it is read)
 2. body -> schema -> job
-3. the model exists, is of the right kind, is ready
+3. the model exists, is of the right kind, is ready or is loaded for it
 4. a place in the model's queue
 5. the engine's answer, or the client's hang-up
 """
@@ -40,7 +40,7 @@ class ClientGone(Exception):
 
 
 def create_app(settings: Settings, engine: EngineLink) -> FastAPI:
-    """The application of one front.
+    """The application of one front, which is its ``state.front``.
 
     Args:
         settings: the whole configuration; the models and [serve] count here.
@@ -48,7 +48,8 @@ def create_app(settings: Settings, engine: EngineLink) -> FastAPI:
     """
     # No documentation pages: they would load scripts from the network.
     app = FastAPI(title="umad", openapi_url=None, docs_url=None, redoc_url=None)
-    front = _Front(settings, engine)
+    front = Front(settings, engine)
+    app.state.front = front
     for path, endpoint in (
         ("/v1/chat/completions", front.chat),
         ("/v1/completions", front.complete),
@@ -77,21 +78,32 @@ def create_app(settings: Settings, engine: EngineLink) -> FastAPI:
     return app
 
 
-class _Front:
-    """The endpoints and what they share."""
+class Front:
+    """The endpoints and what they share.
+
+    Attributes:
+        configuration: of which moment it is, and what is wrong with a newer one, for /status.
+    """
 
     def __init__(self, settings: Settings, engine: EngineLink) -> None:
-        self._models = {model.name: model for model in settings.models}
-        self._wait_max_s = settings.serve.wait_max
         self._engine = engine
         self._numbers = itertools.count(1)
         self._started_unix_s = int(time.time())
         self.gate = Gate(settings.serve, settings.models)
         self.counts = FrontMetrics(settings.daemon.socket, self._look)
+        self.configuration: dict[str, Any] = {"read_unix_s": self._started_unix_s, "problem": ""}
+        self.follow(settings)
+
+    def follow(self, settings: Settings) -> None:
+        """Serve by these settings from now on."""
+        self._models = {model.name: model for model in settings.models}
+        self._wait_max_s = settings.serve.wait_max
+        self.gate.follow(settings.serve, settings.models)
 
     # --- requests -------------------------------------------------------------------------
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
+        """POST /v1/chat/completions."""
         ident, result = await self._answer(request, body.model, _TEXT_KINDS, body.job)
         message = {"role": "assistant", "content": result["text"]}
         return JSONResponse(
@@ -102,10 +114,12 @@ class _Front:
                 "model": body.model,
                 "choices": [_choice(result, {"message": message})],
                 "usage": _usage(result),
-            }
+            },
+            headers=_where(result),
         )
 
     async def complete(self, request: Request, body: CompletionBody) -> Response:
+        """POST /v1/completions."""
         ident, result = await self._answer(request, body.model, _TEXT_KINDS, body.job)
         return JSONResponse(
             {
@@ -115,10 +129,12 @@ class _Front:
                 "model": body.model,
                 "choices": [_choice(result, {"text": result["text"]})],
                 "usage": _usage(result),
-            }
+            },
+            headers=_where(result),
         )
 
     async def embed(self, request: Request, body: EmbeddingBody) -> Response:
+        """POST /v1/embeddings."""
         _, result = await self._answer(request, body.model, ("embedding",), lambda _: body.job())
         form = _base64 if body.encoding_format == "base64" else unpack_vector
         return JSONResponse(
@@ -130,7 +146,8 @@ class _Front:
                     for index, vector in enumerate(result["vectors"])
                 ],
                 "usage": {"prompt_tokens": result["tokens"], "total_tokens": result["tokens"]},
-            }
+            },
+            headers=_where(result),
         )
 
     async def transcribe(
@@ -142,6 +159,7 @@ class _Front:
         response_format: Annotated[str, Form()] = "json",
         stream: Annotated[bool, Form()] = False,  # noqa: FBT002  a form field
     ) -> Response:
+        """POST /v1/audio/transcriptions."""
         if stream:
             raise InvalidParams("streaming is not there yet; leave stream out")
         if response_format not in ("json", "text", "verbose_json"):
@@ -150,7 +168,7 @@ class _Front:
         job = {"audio": audio, "language": language}
         _, result = await self._answer(request, model, ("speech",), lambda _: job)
         if response_format == "text":
-            return PlainTextResponse(result["text"] + "\n")
+            return PlainTextResponse(result["text"] + "\n", headers=_where(result))
         answer = {"text": result["text"]}
         if response_format == "verbose_json":
             answer |= {
@@ -159,25 +177,29 @@ class _Front:
                 "duration": result["duration_s"],
                 "segments": [],
             }
-        return JSONResponse(answer)
+        return JSONResponse(answer, headers=_where(result))
 
     async def draw(self, request: Request, body: ImageBody) -> Response:
+        """POST /v1/images/generations."""
         _, result = await self._answer(request, body.model, ("image",), lambda _: body.job())
         return JSONResponse(
             {
                 "created": int(time.time()),
                 "data": [{"b64_json": _base64(image)} for image in result["images"]],
-            }
+            },
+            headers=_where(result),
         )
 
     # --- looks ----------------------------------------------------------------------------
 
     async def models(self) -> Response:
+        """GET /v1/models."""
         return JSONResponse(
             {"object": "list", "data": [self._card(model) for model in self._models.values()]}
         )
 
     async def model(self, name: str) -> Response:
+        """GET /v1/models/NAME."""
         return JSONResponse(self._card(self._find(name)))
 
     async def healthz(self) -> Response:
@@ -185,9 +207,9 @@ class _Front:
         return JSONResponse({"status": "ok"})
 
     async def readyz(self) -> Response:
-        """200 when every model is ready."""
+        """200 when a request for whatever model would be answered; it may have to load it first."""
         states = {name: self._engine.status(name) for name in self._models}
-        ready = all(state["state"] == "ready" for state in states.values())
+        ready = all(self._engine.takes_requests(name) for name in self._models)
         return JSONResponse({"ready": ready, "models": states}, 200 if ready else 503)
 
     async def status(self) -> Response:
@@ -203,10 +225,12 @@ class _Front:
     def _look(self) -> dict[str, Any]:
         return {
             "engine": self._engine.describe(),
+            "configuration": self.configuration,
             "models": {
                 name: {
                     "kind": model.kind,
                     "quota": model.quota,
+                    "ready": self._engine.takes_requests(name),
                     "requests": self.gate.places[name],
                     **self._engine.status(name),
                 }
@@ -236,8 +260,11 @@ class _Front:
             "created": self._started_unix_s,
             "owned_by": "umad",
             "kind": model.kind,
-            "state": self._engine.status(model.name)["state"],
-            "device_quota": self._engine.status(model.name)["device_quota"],
+            **{
+                key: value
+                for key, value in self._engine.status(model.name).items()
+                if key in ("state", "device", "device_quota")
+            },
         }
 
     async def _answer(
@@ -300,6 +327,11 @@ async def _unless_gone(
 async def _hang_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _where(result: Mapping[str, Any]) -> dict[str, str]:
+    """The header of an answer that was made on another device than the model's own."""
+    return {"X-Umad-Device": result["device"]} if "device" in result else {}
 
 
 def _choice(result: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,16 @@ SIGKILL are its own.
 |---|---|---|
 | engine | request ``run`` | ``request`` (id), ``job``, ``deadline_s`` (both have one clock) |
 | engine | notification ``cancel`` | ``request`` |
+| engine | notification ``load`` | ``wait_s``: somebody wants the model |
+| engine | notification ``keep`` | the same, of one that was asked to go |
 | engine | notification ``stop`` | unload and end |
+| engine | notification ``retire`` | ``reason``; the same, after the job at work |
 | child | notification ``state`` | the fields of ``ModelState`` |
+| child | notification ``unloaded`` | it ends, since its model had to go |
+| child | notification ``reloaded`` | the daemon has read its configuration again |
 
 Rules: nothing of the zygote's stays open but the link and the lifeline; it ends with the engine.
+What its queue holds when its model has to go is the engine's again.
 """
 
 import logging
@@ -21,14 +27,14 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import structlog
 
 from umad.client.blocking import connect
-from umad.errors import RemoteProtocolError, UmadError
+from umad.errors import ModelLoading, RemoteProtocolError, UmadError
 from umad.serve import logs
 from umad.serve.jobs import Job, JobQueue
 from umad.serve.libraries import share_cores
@@ -51,6 +57,8 @@ def main(
     instance: int,
     load: Load,
     log_format: str,
+    *,
+    cold: bool,
 ) -> NoReturn:
     """Be that instance, from the fork on; ends the process."""
     code = 1
@@ -62,6 +70,8 @@ def main(
             logs.configure(log_format, "umad-model")
             share_cores(settings)
             channel = Channel(socket.socket(fileno=link), "server", link_limits(settings))
+            if cold:
+                model = replace(model, load="request")
             code = _Child(channel, settings, model, instance, load).run()
     except BaseException:  # nothing may unwind into the zygote's frames
         log.exception("child.failed", model=model.name, instance=instance)
@@ -105,6 +115,7 @@ class _Child:
             lambda: os._exit(POISONED),
             stuck=lambda _: os._exit(POISONED),
             guard=self._settings.serve.guard,
+            ends_unloaded=True,
         )
 
         def recycle(told: Mapping[str, Any]) -> None:
@@ -117,8 +128,11 @@ class _Child:
             thread.stop()  # and with it the process; the engine forks another
 
         client.on("recycle", recycle)
+        client.on("reloaded", lambda _: self._channel.notify("reloaded", {}))
         threading.Thread(target=self._read, args=(thread,), name="link", daemon=True).start()
         thread.run()  # in this thread: there is one for inference, and it is the first
+        if thread.unloaded:
+            self._channel.notify("unloaded", {})
         return 0
 
     def _read(self, thread: ModelThread) -> None:
@@ -138,10 +152,18 @@ class _Child:
                 self._channel.answer(ident, result=result, error=error)
 
             self._queue.put(Job(params["request"], params["job"], params["deadline_s"], reply))
-        elif isinstance(message, Notification) and message.method == "cancel":
-            self._queue.cancel(message.params["request"])
-        elif isinstance(message, Notification) and message.method == "stop":
-            thread.stop()
+        elif isinstance(message, Notification):
+            match message.method:
+                case "cancel":
+                    self._queue.cancel(message.params["request"])
+                case "load":
+                    thread.call(message.params["wait_s"])
+                case "keep":
+                    thread.keep()
+                case "retire":
+                    thread.retire(ModelLoading(message.params["reason"]))
+                case "stop":
+                    thread.stop()
 
     def _report(self, _model: str, _instance: int, state: ModelState) -> None:
         self._channel.notify("state", asdict(state))

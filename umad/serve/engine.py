@@ -14,20 +14,21 @@ import asyncio
 import ctypes
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import structlog
 
 from umad.client.blocking import Client, connect
 from umad.client.memory import settle
-from umad.errors import ModelNotFound, UmadError, UnknownMethod
+from umad.errors import ConfigError, ModelLoading, ModelNotFound, UmadError, UnknownMethod
 from umad.serve import logs
 from umad.serve.instance import Instance
 from umad.serve.jobs import Job, JobQueue
@@ -43,6 +44,9 @@ RUNTIME: Final = "runtime"
 STOP_S: Final = 4.0  # the front waits a little longer before it sends signals
 RETRY_MAX_S: Final = 5.0
 STUCK_HOLD_S: Final = 5.0  # as a revoked model waits otherwise
+RETIRE_S: Final = 60.0  # for the last job of a model that a reload changes
+# Settings of a model that need no other load of it.
+_FOLLOWED: Final = ("quota", "load", "idle_unload", "fallback")
 _PR_SET_PDEATHSIG: Final = 1
 log = structlog.get_logger()
 
@@ -66,12 +70,14 @@ class Engine:
     ) -> None:
         self._settings = settings
         self._libraries = libraries
-        self._holds = holds
+        self._holds = dict(holds)
         self._nursery = nursery
         self._loop = asyncio.get_running_loop()
         self._queues = {model.name: JobQueue(model.name) for model in settings.models}
         self._models_of: dict[str, str] = {}  # open requests -> model
-        self._threads: list[Instance] = []
+        self._threads: dict[str, list[Instance]] = {}
+        self._books: tuple[Client, Load] | None = None
+        self._reloads: queue.SimpleQueue[tuple[Settings, str]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended = asyncio.Event()
         self._exit_code = 0
@@ -100,13 +106,24 @@ class Engine:
             self._take(ident, params)
         elif method == "stop":
             self._begin_stop(ident)
+        elif method == "reload":
+            self._read_again(ident, params["config"])
         else:
             self._peer.answer(ident, error=UnknownMethod(f"no method {method}").to_wire())
 
+    def _read_again(self, ident: int, text: str) -> None:
+        try:
+            settings = check_config(text, "the configuration")
+        except ConfigError as error:
+            self._peer.answer(ident, error=error.to_wire())
+            return
+        self._reloads.put((settings, text))
+        self._peer.answer(ident)
+
     def _take(self, ident: int, params: Mapping[str, Any]) -> None:
         request, model, wait_s = params["request"], params["model"], params["deadline_s"]
-        queue = self._queues.get(model)
-        if queue is None:
+        waiting = self._queues.get(model)
+        if waiting is None:
             self._peer.answer(ident, error=ModelNotFound(f"no model {model}").to_wire())
             return
 
@@ -114,8 +131,8 @@ class Engine:
             self._loop.call_soon_threadsafe(self._answer, ident, request, result, error)
 
         self._models_of[request] = model
-        self._loop.call_later(wait_s, queue.expire, request)
-        queue.put(Job(request, params["job"], time.monotonic() + wait_s, reply))
+        self._loop.call_later(wait_s, waiting.expire, request)
+        waiting.put(Job(request, params["job"], time.monotonic() + wait_s, reply))
 
     def _answer(
         self,
@@ -129,7 +146,7 @@ class Engine:
 
     def _on_notification(self, method: str, params: dict[str, Any]) -> None:
         model = self._models_of.get(params.get("request", ""))
-        if method == "cancel" and model is not None:
+        if method == "cancel" and model in self._queues:
             self._queues[model].cancel(params["request"])
 
     def _begin_stop(self, ident: int | None = None) -> None:
@@ -154,40 +171,88 @@ class Engine:
 
     def _stop(self, ident: int | None) -> None:
         deadline_s = time.monotonic() + STOP_S
-        for thread in self._threads:
+        threads = [thread for those in list(self._threads.values()) for thread in those]
+        for thread in threads:
             thread.stop()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
         self._loop.call_soon_threadsafe(self._end, 0, ident)
 
     def _direct(self) -> None:
-        """Connect, book the process itself, then start the workers by priority.
+        """Start the models by priority; then follow each new configuration."""
+        self._start(self._settings.models)
+        while not self._stopping.is_set():
+            self._follow(*self._reloads.get())
 
-        Where every model has a process of its own, this one imports nothing, holds nothing worth
-        booking and is no worker.
+    def _start(self, models: Iterable[ModelSettings]) -> None:
+        """Start the workers of some models, by priority.
+
+        The process itself is booked first.  Where every model has a process of its own, this one
+        imports nothing, holds nothing worth booking and is no worker.
         """
-        alone = self._settings.isolations == {"process"}
-        books = None if alone else self._until_open()
-        if self._stopping.is_set():
-            return
-        models = sorted(self._settings.models, key=lambda model: -model.priority)
-        for model in models:
+        by_priority = sorted(models, key=lambda model: -model.priority)
+        if self._books is None and any(model.isolation == "thread" for model in by_priority):
+            self._books = self._until_open()
+        for model in by_priority:
+            threads = self._threads[model.name] = []
             for instance in range(model.instances):
                 if self._stopping.is_set():
                     return
-                thread = self._instance(model, instance, books)
-                self._threads.append(thread)
+                thread = self._instance(model, instance)
+                threads.append(thread)
                 thread.start()
                 # Loads go one after the other anyway (the init mutex); this keeps the order,
                 # and a model that is refused lets the next one try.
                 thread.settled.wait()
 
-    def _instance(
-        self, model: ModelSettings, instance: int, books: tuple[Client, Load] | None
-    ) -> Instance:
-        queue, hold_s = self._queues[model.name], self._holds.get(model.name, 0.0)
+    def _follow(self, settings: Settings, text: str) -> None:
+        """Take over new settings: models come, go and change; the others notice nothing."""
+        old = {model.name: model for model in self._settings.models}
+        new = {model.name: model for model in settings.models}
+        self._settings = settings
+        fresh = [
+            model for name, model in new.items() if not self._is_followed(old.get(name), model)
+        ]
+        removed = [name for name in old if name not in new]
+        again = [model.name for model in fresh if model.name in old]
+        retired = {
+            name: ModelNotFound(f"{name} is configured no more")
+            if name in removed
+            else ModelLoading(f"{name} is loaded afresh with new settings", retry_after_s=5)
+            for name in [*removed, *again]
+        }
+        for name, why in retired.items():
+            for thread in self._threads[name]:
+                thread.retire(why)
+        for name in retired:
+            for thread in self._threads.pop(name):
+                thread.join(RETIRE_S)
+        if any(model.isolation == "process" for model in fresh):
+            self._nursery.renew(text)
+        for name in removed:
+            self._loop.call_soon_threadsafe(self._queues.pop, name)
+        for model in fresh:
+            self._queues.setdefault(model.name, JobQueue(model.name))
+        log.info("engine.reloaded", started=[model.name for model in fresh], removed=removed)
+        self._start(fresh)
+
+    def _is_followed(self, old: ModelSettings | None, new: ModelSettings) -> bool:
+        """Whether a model's threads go on as they are, with its new settings."""
+        if old is None or old == new:
+            return old == new
+        if replace(old, **{name: getattr(new, name) for name in _FOLLOWED}) != new:
+            return False
+        followed = [thread.change(new) for thread in self._threads[new.name]]  # each of them
+        return all(followed)
+
+    def _instance(self, model: ModelSettings, instance: int) -> Instance:
+        waiting, hold_s = self._queues[model.name], self._holds.pop(model.name, 0.0)
         if model.isolation == "process":
-            return ModelProcess(model, instance, queue, self._nursery, self._report, hold_s)
+            return ModelProcess(
+                model, instance, waiting, self._nursery, self._report, hold_s, self._on_reloaded
+            )
+        books = self._books
         assert books is not None
 
         def take_its_place(stuck: ModelThread) -> None:
@@ -195,7 +260,8 @@ class Engine:
             if self._stopping.is_set():
                 return
             fresh = new(STUCK_HOLD_S)
-            self._threads[self._threads.index(stuck)] = fresh
+            threads = self._threads[model.name]
+            threads[threads.index(stuck)] = fresh
             fresh.start()
 
         def new(wait_s: float) -> ModelThread:
@@ -204,7 +270,7 @@ class Engine:
                 client,
                 model,
                 instance,
-                queue,
+                waiting,
                 load,
                 self._report,
                 self._on_poisoned,
@@ -218,6 +284,7 @@ class Engine:
     def _open_books(self) -> tuple[Client, Load]:
         client = connect(self._settings.daemon.socket, name="umad-serve", on_unavailable="deny")
         client.on("recycle", self._on_recycle)
+        client.on("reloaded", lambda _: self._on_reloaded())
         try:
             if "process" in self._settings.isolations:
                 self._nursery.start()  # its imports run beside ours
@@ -253,6 +320,9 @@ class Engine:
         if told["process"]:
             self._loop.call_soon_threadsafe(self._start_afresh, told["reason"])
 
+    def _on_reloaded(self) -> None:
+        self._loop.call_soon_threadsafe(self._peer.notify, "reloaded", {})
+
     def _on_poisoned(self) -> None:
         log.error("engine.poisoned")
         self._loop.call_soon_threadsafe(self._end, 70)
@@ -274,10 +344,11 @@ def main(
     if not _die_with(flags.parent):
         return 0
     logs.configure(flags.log_format, "umad-engine")
-    settings = check_config(read_config(flags.config), "the configuration")
+    text = read_config(flags.config)
+    settings = check_config(text, "the configuration")
     holds = {name: float(wait_s) for name, _, wait_s in (h.partition("=") for h in flags.hold)}
     chosen = libraries or _import_libraries
-    nursery = Nursery(flags.config, link_limits(settings), flags.log_format, zygote)
+    nursery = Nursery(text, link_limits(settings), flags.log_format, zygote)
     # The loop must get the interpreter soon, among threads that run Python between two kernels.
     sys.setswitchinterval(0.001)
 

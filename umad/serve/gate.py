@@ -79,13 +79,17 @@ class Gate:
     """The counts; one per front, touched by its one event loop only."""
 
     def __init__(self, serve: ServeSettings, models: tuple[ModelSettings, ...]) -> None:
-        self._serve = serve
-        self._places_max = {model.name: serve.queue_max + model.instances for model in models}
+        self.follow(serve, models)
         self.clients: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
         self.body_bytes = 0
         self.refused: Counter[str] = Counter()
         self.client_gone = 0
+
+    def follow(self, serve: ServeSettings, models: tuple[ModelSettings, ...]) -> None:
+        """Hold to these bounds from now on."""
+        self._serve = serve
+        self._places_max = {model.name: serve.queue_max + model.instances for model in models}
 
     @contextlib.contextmanager
     def visit(self, client: str, declared: int | None) -> Iterator["Visit"]:

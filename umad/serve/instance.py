@@ -1,8 +1,9 @@
-"""One instance of a model in the engine, whatever it runs in: its life between two loads.
+"""One instance of a model in the engine, whatever it runs in: its lives and the waits between them.
 
 Owns ``Instance``: live, say why that ended, wait, live again.  What a life is stands in
 ``worker`` (a thread that runs the model) and in ``process`` (a thread that minds the process
-which does).
+which does).  A life goes on while the model is in memory, and while it is cold: not loaded, until
+somebody wants it.
 """
 
 import threading
@@ -14,6 +15,7 @@ import structlog
 
 from umad.errors import (
     DaemonUnavailable,
+    Drained,
     MemoryUnknown,
     ModelLoading,
     Overloaded,
@@ -33,6 +35,7 @@ BACKOFF_FAILED_S: Final = (2.0, 300.0)
 # Refusals that only mean "not now"; any other is a fault that somebody must mend.
 _NOT_NOW: Final = (
     DaemonUnavailable,
+    Drained,
     MemoryUnknown,
     ModelLoading,
     Overloaded,
@@ -67,12 +70,22 @@ class Instance(threading.Thread):
         self._report_to = report
         self._hold_s = hold_s
         self._stopping = threading.Event()
+        self._retired: UmadError | None = None
+        self._cold = model.load == "request"  # it does not load before somebody wants it
         self._failures = 0
-        self.settled = threading.Event()  # the first load has ended, well or not
+        self.settled = threading.Event()  # the first load has ended, well or not, or is not due
 
     @abstractmethod
     def stop(self) -> None:
-        """Have it unload and end, after the job at work."""
+        """Have it unload and end; the job at work is cancelled."""
+
+    @abstractmethod
+    def retire(self, why: UmadError) -> None:
+        """Have it unload and end, after the job at work; those that wait are told ``why``."""
+
+    def change(self, model: ModelSettings) -> bool:
+        """Follow new settings as it goes on; False: it must be started afresh for them."""
+        return False
 
     @abstractmethod
     def _live(self) -> UmadError:
@@ -121,6 +134,11 @@ class Instance(threading.Thread):
 
     def _report(self, state: ModelState) -> None:
         self._report_to(self._model.name, self._instance, state)
+
+
+def no_room(error: UmadError) -> bool:
+    """A load was refused for what others hold or people said: no reason to stop trying."""
+    return isinstance(error, QuotaDenied | WaitedTooLong | Drained)
 
 
 def stopped() -> ModelLoading:

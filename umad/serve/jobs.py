@@ -2,18 +2,20 @@
 
 Owns ``Job`` and ``JobQueue``.  Rules: every job is answered exactly once: by its run, its
 cancellation, its deadline, or the end of the last instance that could have run it; a job whose
-client has left or whose deadline has passed never begins.  Its length is bounded by the front's
-gate.  Stays out: running a job.
+client has left or whose deadline has passed never begins; of the instances without their model
+only as many load it as jobs need.  Its length is bounded by the front's gate.  Stays out: running
+a job.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from umad.errors import ModelLoading, UmadError, WaitedTooLong
 
+REFUSAL_S: Final = 0.25
 Reply = Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None], None]
 
 
@@ -36,33 +38,107 @@ class Job:
 
 
 class JobQueue:
-    """The jobs of one model: those that wait, in order, and those at work."""
+    """The jobs of one model: those that wait, in order, and those at work.
+
+    An instance that would answer a job has a seat, whether it has its model in memory or would
+    load it for that; one that would have to load it rests.
+
+    Attributes:
+        on_arrival: called for each job that comes; set by an instance that was asked to go.
+        not_yet: what a job is told that waits in vain for the model to be loaded.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._changed = threading.Condition()
         self._waiting: dict[str, Job] = {}
         self._at_work: dict[str, Job] = {}
-        self._instances = 0
+        self._seats = 0
+        self._resting = 0
+        self.on_arrival: Callable[[], None] | None = None
+        self.not_yet: Callable[[], UmadError] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Some job waits."""
+        return bool(self._waiting)
+
+    @property
+    def patience_s(self) -> float:
+        """How long to try for the most patient of the waiting jobs; 0 without one.
+
+        A little less than it waits: a refusal shall come before its own time is over.
+        """
+        with self._changed:
+            latest_s = max((job.deadline_s for job in self._waiting.values()), default=0.0)
+        left_s = max(0.0, latest_s - time.monotonic())
+        return max(left_s / 2, left_s - REFUSAL_S)
 
     def put(self, job: Job) -> None:
-        """Add a job; it is refused at once while no instance serves."""
+        """Add a job; it is refused at once where no instance would answer it."""
         with self._changed:
-            if self._instances:
+            seated = self._seats > 0
+            if seated:
                 self._waiting[job.request] = job
-                self._changed.notify()
-                return
-        self.answer(job, error=ModelLoading(f"{self._model} is not loaded now", retry_after_s=5))
+                self._changed.notify_all()
+        if not seated:
+            refused = ModelLoading(f"{self._model} is not loaded now", retry_after_s=5)
+            self.answer(job, error=refused)
+        elif (arrived := self.on_arrival) is not None:
+            arrived()
 
-    def take(self, ended: Callable[[], bool]) -> Job | None:
-        """The next job, waiting for one; None once ``ended`` says so (after ``wake``)."""
+    def put_back(self, job: Job) -> None:
+        """A job that was taken and never begun is the next one again."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or ended())
-            if ended():
+            self._at_work.pop(job.request, None)
+            # Its timer may have looked for it in vain meanwhile.
+            late = time.monotonic() >= job.deadline_s
+            if self._seats and not job.cancelled and not late:
+                self._waiting = {job.request: job, **self._waiting}
+                self._changed.notify_all()
+                return
+        self.answer(job, error=gone() if job.cancelled else self._in_vain())
+
+    def take(self, ended: Callable[[], bool], idle_s: float | None = None) -> Job | None:
+        """The next job, waiting for one.
+
+        Args:
+            ended: asked after each ``wake`` whether to give up.
+            idle_s: seconds without a job after which to give up, too.
+
+        Returns:
+            None when it gave up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or ended(), idle_s)
+            if ended() or not self._waiting:
                 return None
             request = next(iter(self._waiting))
             job = self._at_work[request] = self._waiting.pop(request)
+            self._changed.notify_all()  # one that rests may be needed for the next
             return job
+
+    def rest(self, ended: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """For an instance without its model: wait until a job needs it, and tell whether one does.
+
+        None does while another instance loads, or has a model and nothing to do.
+        """
+
+        def needed() -> bool:
+            return bool(self._waiting) and self._seats - self._resting <= len(self._at_work)
+
+        with self._changed:
+            self._resting += 1
+            try:
+                self._changed.wait_for(lambda: ended() or needed(), timeout_s)
+                return needed()
+            finally:
+                self._resting -= 1
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for what ``wake`` tells of."""
+        with self._changed:
+            self._changed.wait_for(condition, timeout_s)
 
     def answer(
         self, job: Job, *, result: Mapping[str, Any] | None = None, error: UmadError | None = None
@@ -92,49 +168,50 @@ class JobQueue:
         with self._changed:
             job = self._waiting.pop(request, None)
         if job is not None:
-            self.answer(job, error=waited(self._model))
+            self.answer(job, error=self._in_vain())
 
     def wake(self) -> None:
-        """Have every ``take`` ask again whether it has ended."""
+        """Have whoever waits here ask again whether it has ended."""
         with self._changed:
             self._changed.notify_all()
 
-    @contextmanager
-    def served(self, why_ended: Callable[[], UmadError]) -> Iterator["Seat"]:
-        """While one instance serves; it may leave its seat before, in whatever it is stuck."""
-        seat = Seat(self, why_ended)
-        try:
-            yield seat
-        finally:
-            seat.leave()
+    def _in_vain(self) -> UmadError:
+        not_yet = self.not_yet
+        return waited(self._model) if not_yet is None else not_yet()
 
     def seat(self, more: int) -> list[Job]:
-        """Count an instance in or out; the jobs that nobody is left to run."""
+        """Count a seat in or out; the jobs that nobody is left to answer."""
         with self._changed:
-            self._instances += more
-            left = [] if self._instances else list(self._waiting.values())
+            self._seats += more
+            left = [] if self._seats else list(self._waiting.values())
             if left:
                 self._waiting.clear()
+            self._changed.notify_all()
         return left
 
 
 class Seat:
-    """An instance's place at its model's queue; the last one to leave answers what still waits."""
+    """An instance's place at its model's queue; the last one to leave answers what still waits.
 
-    def __init__(self, queue: JobQueue, why_ended: Callable[[], UmadError]) -> None:
+    Args:
+        queue: its model's.
+        why_left: asked then for what to answer.
+    """
+
+    def __init__(self, queue: JobQueue, why_left: Callable[[], UmadError]) -> None:
         self._queue = queue
-        self._why_ended = why_ended
+        self._why_left = why_left
         self._lock = threading.Lock()
         self._taken = True
         queue.seat(+1)
 
     def leave(self) -> None:
-        """Leave it, once; from any thread."""
+        """Leave it, once; from any thread, in whatever the instance is stuck."""
         with self._lock:
             taken, self._taken = self._taken, False
         if taken:
             for job in self._queue.seat(-1):
-                self._queue.answer(job, error=self._why_ended())
+                self._queue.answer(job, error=self._why_left())
 
 
 def gone() -> WaitedTooLong:

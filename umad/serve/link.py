@@ -8,7 +8,9 @@ Owns the form of what the two say to each other and each one's view of the other
 | front | request ``run`` | ``model``, ``job``, ``request`` (id), ``deadline_s`` (of its queuing) |
 | front | notification ``cancel`` | ``request`` |
 | front | request ``stop`` | answered when the workers are gone |
+| front | request ``reload`` | ``config`` (text); answered when it was read |
 | engine | notification ``state`` | ``model``, ``instance`` and the fields of ``ModelState`` |
+| engine | notification ``reloaded`` | none: the daemon has read its configuration again |
 
 Rules: every ``run`` is answered, cancelled ones too; a vector travels as little-endian float32
 bytes; the death of one end is an event for the other, never an exception out of the loop.
@@ -40,20 +42,23 @@ from umad.wire.connection import Connection
 from umad.wire.frames import Limits
 from umad.wire.messages import Message, Notification, Request, Response
 
-MODEL_STATES: Final = ("ready", "loading", "waiting", "failed")  # best first
+# Best first.  ``draining``: told to go, at its last job; ``waking``: loaded because somebody wants
+# it; ``cold``: not loaded, until somebody does; ``loading``: loaded unasked.
+MODEL_STATES: Final = ("ready", "draining", "waking", "cold", "loading", "waiting", "failed")
+TAKES_REQUESTS: Final = frozenset({"ready", "draining", "waking", "cold"})
 _MESSAGE_BYTES_MIN: Final = 64 << 20
+# The front takes 2,000 connections; the rest is room for requests that were cancelled.
+_OPEN_REQUESTS_MAX: Final = 1 << 13
 log = structlog.get_logger()
 
 
 def link_limits(settings: Settings) -> Limits:
-    """The caps of the link; both ends compute them from the same configuration."""
-    serve = settings.serve
+    """The caps of the link; both ends compute them from what no reload changes."""
     return Limits(
         # A job is never larger than the body it came in, but for the names of its fields.
-        message_bytes=max(_MESSAGE_BYTES_MIN, serve.body_max + (1 << 20)),
+        message_bytes=max(_MESSAGE_BYTES_MIN, settings.serve.body_max + (1 << 20)),
         elements=1 << 16,
-        # The gate bounds what is open; twice that leaves room for cancelled ones.
-        open_requests=16 + 2 * sum(serve.queue_max + model.instances for model in settings.models),
+        open_requests=_OPEN_REQUESTS_MAX,
     )
 
 
@@ -63,8 +68,8 @@ class ModelState:
 
     ``stage`` and ``ratio`` (0..1) are the load's progress, ``resident`` its bytes once ready,
     ``error`` an error map that says why it is not, ``retry_after_s`` when that may change.
-    ``device_quota`` says of a model that is ready on a GPU whether its quota binds there: "on", or
-    "off: " and why.
+    ``device`` is where a model that is ready runs.  ``device_quota`` says of one on a GPU whether
+    its quota binds there: "on", or "off: " and why.
     """
 
     state: str = "waiting"
@@ -74,6 +79,7 @@ class ModelState:
     error: Mapping[str, Any] | None = None
     retry_after_s: float | None = None
     device_quota: str = ""
+    device: str = ""
 
 
 class LinkPeer(asyncio.Protocol):
@@ -192,18 +198,21 @@ class EngineLink:
     """What the front knows of its engine, and how it asks it for work.
 
     The supervisor attaches each new engine and sets ``restarts`` and ``back_in_s`` (when a lost
-    engine is started again); the application reads and calls ``run``.
+    engine is started again); the application reads and calls ``run``.  ``lost_loading`` are the
+    models that the last engine was loading when it ended.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._limits = link_limits(settings)
-        self._instances = {model.name: model.instances for model in settings.models}
+        self._instances = _instances(settings)
         self._peer: LinkPeer | None = None
         self._states: dict[str, list[ModelState]] = {}
         self._forget("the inference process is starting")
         self.restarts = 0
         self.back_in_s = 1.0
+        self.lost_loading: list[str] = []
         self.on_change: Callable[[str, ModelState], None] = lambda _model, _state: None
+        self.on_reloaded: Callable[[], None] = lambda: None
 
     async def attach(self, sock: socket.socket) -> asyncio.Event:
         """Begin with a new engine; the event is set when it is lost."""
@@ -211,6 +220,11 @@ class EngineLink:
 
         def on_lost() -> None:
             self._peer = None
+            self.lost_loading = [
+                name
+                for name, states in self._states.items()
+                if any(state.state in ("loading", "waking") for state in states)
+            ]
             self._forget("the inference process ended and is being started again")
             lost.set()
 
@@ -226,7 +240,7 @@ class EngineLink:
             UmadError: of status 503, why it does not.
         """
         best = self._best(model)
-        if best.state == "ready":
+        if best.state in TAKES_REQUESTS:
             return
         shown = {"model": model, "state": best.state, "stage": best.stage, "ratio": best.ratio}
         if best.error is None:
@@ -235,9 +249,7 @@ class EngineLink:
                 retry_after_s=best.retry_after_s or 5,
                 details=shown,
             )
-        error = from_wire(best.error)
-        if error.http_status != 503:  # what is wrong with a load is no fault of a request
-            error = ModelFailed(f"{model} is not loaded: {error.message}", details=error.details)
+        error = not_loaded(model, from_wire(best.error))
         error.retry_after_s = best.retry_after_s or error.retry_after_s or self.back_in_s
         error.details |= shown
         raise error
@@ -299,7 +311,22 @@ class EngineLink:
     def ready(self) -> tuple[int, int]:
         """(models that take requests, all models)."""
         names = self._instances
-        return sum(self._best(name).state == "ready" for name in names), len(names)
+        return sum(self.takes_requests(name) for name in names), len(names)
+
+    def takes_requests(self, model: str) -> bool:
+        """Whether a request would be answered: the model is loaded, or it would be for that."""
+        return self._best(model).state in TAKES_REQUESTS
+
+    async def reload(self, settings: Settings, text: str) -> None:
+        """Know the models of a new configuration, and have the engine use it."""
+        old, self._instances = self._instances, _instances(settings)
+        unknown = ModelState()
+        self._states = {
+            name: self._states[name] if old.get(name) == count else [unknown] * count
+            for name, count in self._instances.items()
+        }
+        if self._peer is not None:
+            await self._peer.call("reload", {"config": text})
 
     def _best(self, model: str) -> ModelState:
         return min(self._states[model], key=lambda state: MODEL_STATES.index(state.state))
@@ -309,6 +336,9 @@ class EngineLink:
         self._states = {name: [unknown] * count for name, count in self._instances.items()}
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "reloaded":
+            self.on_reloaded()
+            return
         try:
             if method != "state":
                 raise RemoteProtocolError(f"the engine sent an unknown notification {method}")
@@ -316,10 +346,27 @@ class EngineLink:
             state = ModelState(**params)
             if state.state not in MODEL_STATES:
                 raise RemoteProtocolError("the engine reported a state that does not exist")
-            self._states[model][instance] = state
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise RemoteProtocolError("the engine sent a state that cannot be read") from error
-        self.on_change(model, state)
+        # One that a reload has removed may have something to say still.
+        if instance in range(self._instances.get(model, 0)):
+            self._states[model][instance] = state
+            self.on_change(model, state)
+
+
+def not_loaded(model: str, error: UmadError) -> UmadError:
+    """What a request is told of a load that failed: what is wrong with it is no fault of his."""
+    if error.http_status == 503:
+        return error
+    return ModelFailed(
+        f"{model} is not loaded: {error.message}",
+        retry_after_s=error.retry_after_s,
+        details=error.details,
+    )
+
+
+def _instances(settings: Settings) -> dict[str, int]:
+    return {model.name: model.instances for model in settings.models}
 
 
 def pack_vector(values: Iterable[float]) -> bytes:

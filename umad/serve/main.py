@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     from umad.serve import logs
 
     logs.configure(flags.log_format, "umad-serve")
-    asyncio.run(_serve(settings, listener, _kept(text), environment, flags.log_format))
+    asyncio.run(_serve(flags, text, settings, listener, environment))
     return 0
 
 
@@ -100,24 +100,24 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=1024)
 
 
-def _kept(text: str) -> int:
+def kept(text: str) -> int:
     """A file descriptor that holds the configuration as it was read.
 
-    Every engine reads this one: the file may change long before somebody restarts the service,
-    and a new engine must not know other models than the front.
+    Every engine reads this one: the file may change long before somebody reloads it, and a new
+    engine must not know other models than the front.
     """
-    kept = os.memfd_create("umad.toml")
-    with open(kept, "wb", closefd=False) as file:
+    fd = os.memfd_create("umad.toml")
+    with open(fd, "wb", closefd=False) as file:
         file.write(text.encode())
-    return kept
+    return fd
 
 
 async def _serve(
+    flags: argparse.Namespace,
+    text: str,
     settings: Settings,
     listener: socket.socket,
-    config_fd: int,
     environment: dict[str, str],
-    log_format: str,
 ) -> None:
     import structlog
     import uvicorn
@@ -125,6 +125,7 @@ async def _serve(
     from umad.host.notify import Notifier
     from umad.serve.app import create_app
     from umad.serve.link import EngineLink, ModelState
+    from umad.serve.reload import Reloader
     from umad.serve.supervisor import Supervisor, engine_command
 
     log = structlog.get_logger()
@@ -132,7 +133,12 @@ async def _serve(
     log.info("serve.listening", host=host, port=port, models=[m.name for m in settings.models])
     notifier = Notifier()
     link = EngineLink(settings)
-    supervisor = Supervisor(link, engine_command(config_fd, log_format), environment, (config_fd,))
+    config_fd = kept(text)
+    command = engine_command(config_fd, flags.log_format)
+    supervisor = Supervisor(link, command, environment, (config_fd,))
+    app = create_app(settings, link)
+    reloader = Reloader(flags.config, text, settings, config_fd, app.state.front, link)
+    reloads: set[asyncio.Task[None]] = set()
 
     def tell_status() -> None:
         ready, models = link.ready()
@@ -149,10 +155,17 @@ async def _serve(
         notifier.watchdog()
         tell_status()
 
+    def reload() -> None:
+        task = asyncio.ensure_future(reloader.reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
     link.on_change = on_change
+    link.on_reloaded = reload
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(settings, link),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -90,7 +90,7 @@ class FrontMetrics(Collector):
         yield _by_model(
             "umad_serve_model_ready",
             "Whether a model takes requests.",
-            ((name, state["state"] == "ready") for name, state in models.items()),
+            ((name, state["ready"]) for name, state in models.items()),
         )
         refused = CounterMetricFamily(
             "umad_serve_refusals", "Requests that were refused, by error code.", labels=["code"]

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -30,7 +29,7 @@ class Nursery:
     """Gives processes for model instances; thread-safe.
 
     Args:
-        config: the file that holds the configuration.
+        config: the configuration's text.
         limits: of the links with the children.
         log_format: for the zygote and the children.
         module: what is run as the zygote.
@@ -58,8 +57,19 @@ class Nursery:
         with self._lock:
             self._ensure()
 
-    def fork(self, model: str, instance: int) -> Channel:
+    def renew(self, config: str) -> None:
+        """Have the next fork made by a zygote with this configuration."""
+        with self._lock:
+            self._config = config
+            self._drop()
+
+    def fork(self, model: str, instance: int, *, cold: bool = False) -> Channel:
         """A new process for that instance; returns the link to it.
+
+        Args:
+            model: its name.
+            instance: 0 for the first copy.
+            cold: it is to load its model when it is told to.
 
         Raises:
             UmadError: why there is none: the daemon's refusal, or what is wrong with the zygote.
@@ -70,7 +80,7 @@ class Nursery:
             with theirs:
                 try:
                     self._await_warm()
-                    answer = self._ask(model, instance, theirs)
+                    answer = self._ask(model, instance, theirs, cold=cold)
                 except UmadError:
                     ours.close()
                     self._drop()
@@ -84,7 +94,9 @@ class Nursery:
         self._drop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fds = (theirs.fileno(), self._lifeline)
-        with theirs, Path(self._config).open("rb") as config:
+        with theirs, os.fdopen(os.memfd_create("umad.toml"), "w+b") as config:
+            config.write(self._config.encode())
+            config.seek(0)
             self._process = subprocess.Popen(
                 [*self._command, f"--fd={fds[0]}", f"--lifeline={fds[1]}"],
                 stdin=config,
@@ -98,9 +110,9 @@ class Nursery:
             self._receive(WARM_WITHIN_S)
             self._warm = True
 
-    def _ask(self, model: str, instance: int, link: socket.socket) -> dict[str, Any]:
+    def _ask(self, model: str, instance: int, link: socket.socket, *, cold: bool) -> dict[str, Any]:
         assert self._control is not None
-        asked = json.dumps({"model": model, "instance": instance}).encode()
+        asked = json.dumps({"model": model, "instance": instance, "cold": cold}).encode()
         try:
             socket.send_fds(self._control, [asked], [link.fileno()])
         except OSError as error:

@@ -4,7 +4,8 @@ Owns ``ModelProcess``: it stands where ``worker.ModelThread`` stands for a model
 own, takes jobs from the same queue, and carries them to the child (``child``), one at a time.
 Rules: a child's end is the end of its job alone, and no restart of the engine; the job is
 answered then (``WorkerLost``); another is forked after a wait that doubles, from 5 s to 5 min,
-until one has lived for 10 min.
+until one has lived for 10 min.  A child whose model had to go ends, so that all of its memory is
+back; the next one is forked at once, and is cold.
 """
 
 import threading
@@ -17,6 +18,7 @@ import structlog
 from umad.errors import (
     InvalidParams,
     LocalProtocolError,
+    ModelLoading,
     RemoteProtocolError,
     UmadError,
     WorkerLost,
@@ -24,8 +26,8 @@ from umad.errors import (
     from_wire,
 )
 from umad.serve.instance import Instance, stopped
-from umad.serve.jobs import Job, JobQueue
-from umad.serve.link import MODEL_STATES, ModelState
+from umad.serve.jobs import Job, JobQueue, Seat
+from umad.serve.link import MODEL_STATES, TAKES_REQUESTS, ModelState, not_loaded
 from umad.serve.nursery import Nursery
 from umad.serve.parcel import Channel
 from umad.settings import ModelSettings
@@ -46,6 +48,7 @@ class ModelProcess(Instance):
         nursery: gives the processes.
         report: told every change of state; called from two threads.
         hold_s: wait this long before the first fork.
+        reloaded: told that the daemon has read its configuration again.
     """
 
     def __init__(
@@ -56,17 +59,28 @@ class ModelProcess(Instance):
         nursery: Nursery,
         report: Callable[[str, int, ModelState], None],
         hold_s: float = 0.0,
+        reloaded: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(model, instance, report, hold_s)
         self._queue = queue
         self._nursery = nursery
+        self._reloaded = reloaded
         self._child: _Child | None = None
+        self._seat: Seat | None = None
+        self._refused: UmadError | None = None  # why there is no child
 
     def stop(self) -> None:
-        """Have the child unload and end, after the job at work."""
+        """Have the child unload and end; the job at work is cancelled."""
         self._stopping.set()
         if (child := self._child) is not None:
             child.channel.notify("stop", {})
+
+    def retire(self, why: UmadError) -> None:
+        """Have the child unload and end, after the job at work."""
+        self._retired = why
+        self._stopping.set()
+        if (child := self._child) is not None:
+            child.channel.notify("retire", {"reason": why.message})
 
     def _backoff(self, error: UmadError) -> tuple[float, float]:
         if isinstance(error, WorkerLost | WorkerRevoked):
@@ -74,13 +88,26 @@ class ModelProcess(Instance):
         return super()._backoff(error)
 
     def _live(self) -> UmadError:
-        """Fork, hand out jobs while the child is ready; returns why it ended."""
+        """Fork, hand out jobs while the child takes them; returns why it ended."""
         self._say("waiting")
-        began_s = time.monotonic()
+        self._refused = None
         try:
-            channel = self._nursery.fork(self._model.name, self._instance)
+            while self._live_once() and not self._stopping.is_set():
+                self._cold = True
         except UmadError as error:
-            return error
+            self._refused = error
+        finally:
+            self._leave_seat()
+        return self._why_ended()
+
+    def _live_once(self) -> bool:
+        """One child from its fork to its end; whether it ended because its model had to go.
+
+        Raises:
+            UmadError: there is no child to be had.
+        """
+        began_s = time.monotonic()
+        channel = self._nursery.fork(self._model.name, self._instance, cold=self._cold)
         child = self._child = _Child(channel)
         if self._stopping.is_set():
             channel.notify("stop", {})
@@ -88,17 +115,48 @@ class ModelProcess(Instance):
             target=self._read, args=(child,), name=f"{self.name} link", daemon=True
         )
         reader.start()
-        while child.wait_ready():
-            with self._queue.served(self._why_ended):
-                with child.changed:  # or this could overtake the word that it is away again
-                    self._report(child.state)
-                self.settled.set()
-                while (job := self._queue.take(child.is_away)) is not None:
-                    self._hand_over(child, job)
+        while child.wait_open():
+            if self._seat is None:
+                self._seat = Seat(
+                    self._queue, lambda: not_loaded(self._model.name, self._why_ended())
+                )
+            with child.changed:  # or this could overtake the word that it is away again
+                self._report(child.state)
+            self.settled.set()
+            while not child.is_away():
+                self._attend(child, child.state.state)
+            if not child.unloaded:
+                self._leave_seat()
         reader.join()
         if time.monotonic() - began_s >= STEADY_S:
             self._failures = 0
-        return self._why_ended()
+        return child.unloaded
+
+    def _attend(self, child: "_Child", state: str) -> None:
+        """Do what there is to do for a child in this state, until it is in another."""
+
+        def other() -> bool:
+            return child.is_away() or child.state.state != state
+
+        if state == "ready":
+            self._cold, self._queue.not_yet = False, None
+            if (job := self._queue.take(other)) is not None:
+                self._hand_over(child, job)
+            return
+        if state == "cold":
+            if not self._queue.rest(other):
+                return
+            child.channel.notify("load", {"wait_s": self._queue.patience_s})
+        self._queue.not_yet = lambda: ModelLoading(
+            f"{self._model.name} is not loaded yet", retry_after_s=5
+        )
+        child.wait(other)
+
+    def _leave_seat(self) -> None:
+        seat, self._seat = self._seat, None
+        self._queue.not_yet = self._queue.on_arrival = None
+        if seat is not None:
+            seat.leave()
 
     def _hand_over(self, child: "_Child", job: Job) -> None:
         """Have the child do a job, to its end."""
@@ -108,7 +166,10 @@ class ModelProcess(Instance):
         except LocalProtocolError as error:
             # A channel that has just closed refuses too; then the loss is the answer.
             refused = InvalidParams(f"the request cannot travel to the model: {error.message}")
-            self._queue.answer(job, error=self._lost() if child.lost else refused)
+            if child.lost:
+                self._not_done(child, job)
+            else:
+                self._queue.answer(job, error=refused)
             return
 
         def cancel() -> None:
@@ -119,11 +180,18 @@ class ModelProcess(Instance):
             cancel()
         response = child.wait_answer(ident)
         if response is None:
-            self._queue.answer(job, error=self._lost())
+            self._not_done(child, job)
         elif response.error is not None:
             self._queue.answer(job, error=from_wire(response.error))
         else:
             self._queue.answer(job, result=response.result)
+
+    def _not_done(self, child: "_Child", job: Job) -> None:
+        """The child ended without an answer to a job."""
+        if child.unloaded:  # it was on its way when the child had to go
+            self._queue.put_back(job)
+        else:
+            self._queue.answer(job, error=self._lost())
 
     def _read(self, child: "_Child") -> None:
         """The child's word, as it comes; runs in a thread of its own."""
@@ -142,18 +210,29 @@ class ModelProcess(Instance):
             child.settle(message)
             return
         try:
-            if not isinstance(message, Notification) or message.method != "state":
+            if not isinstance(message, Notification):
                 raise TypeError
+            if message.method == "unloaded":
+                child.unloaded = True
+                return
+            if message.method == "reloaded":
+                self._reloaded()
+                return
             state = ModelState(**message.params)
-            if state.state not in MODEL_STATES:
+            if message.method != "state" or state.state not in MODEL_STATES:
                 raise TypeError
         except TypeError as error:
             raise RemoteProtocolError("a model's process sent what it may not") from error
         with child.changed:
+            opens = child.is_away() and state.state in TAKES_REQUESTS
             child.turn(state)
-            if state.state == "ready":
-                return  # told of when the queue is served
-            self._report(state)
+            if not opens:  # that is told of when the queue is served
+                self._report(state)
+        self._queue.on_arrival = None
+        if state.state == "draining":
+            self._queue.on_arrival = child.keep
+            if self._queue.waits:
+                child.keep()
         self._queue.wake()
         if state.error is not None:
             self.settled.set()
@@ -161,7 +240,9 @@ class ModelProcess(Instance):
     def _why_ended(self) -> UmadError:
         """What stopped the child's serving, as far as it said."""
         if self._stopping.is_set():
-            return stopped()
+            return self._retired or stopped()
+        if self._refused is not None:
+            return self._refused
         child = self._child
         if child is not None and child.state.error is not None:
             return from_wire(child.state.error)
@@ -180,18 +261,27 @@ class _Child:
         self.channel = channel
         self.state = ModelState()
         self.lost = False
+        self.unloaded = False  # it ends because its model had to go
         self._answers: dict[int, Response] = {}
         self.changed = threading.Condition()
 
     def is_away(self) -> bool:
-        """It takes no jobs now."""
-        return self.lost or self.state.state != "ready"
+        """It takes no jobs now, and loads no model for one."""
+        return self.lost or self.state.state not in TAKES_REQUESTS
 
-    def wait_ready(self) -> bool:
-        """Wait until it takes jobs; False when it never will again."""
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait for a change of its state."""
         with self.changed:
-            self.changed.wait_for(lambda: self.lost or not self.is_away())
-            return not self.lost
+            self.changed.wait_for(condition)
+
+    def wait_open(self) -> bool:
+        """Wait until it takes jobs; False when it never will again."""
+        self.wait(lambda: self.lost or not self.is_away())
+        return not self.lost
+
+    def keep(self) -> None:
+        """It was asked to go, and somebody wants its model."""
+        self.channel.notify("keep", {})
 
     def wait_answer(self, ident: int) -> Response | None:
         """Wait for an answer; None when the child ended without one."""

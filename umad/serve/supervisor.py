@@ -113,6 +113,7 @@ class Supervisor:
             status = await self._run_once()
             if self._stopping.is_set():
                 return
+            self._note_loss(status)
             lived_s = now_s() - began_s
             if lived_s >= HEALTHY_S:
                 backoff_s = BACKOFF_MIN_S
@@ -132,9 +133,24 @@ class Supervisor:
         revoked = state.error is not None and state.error.get("code") == "worker_revoked"
         # Told twice: when it is revoked, and with a wait when its thread has ended.
         if revoked and state.retry_after_s is None:
-            self._offences[model] = self._offences.get(model, 0) + 1
-            self._held.discard(model)
-            log.warning("model.revoked", model=model, offences=self._offences[model])
+            self._offend(model, "it was revoked")
+
+    def _note_loss(self, status: int) -> None:
+        """An engine has ended unasked: what it was loading may be to blame, if it was one model.
+
+        One that was revoked before is counted already.
+        """
+        loading = self._link.lost_loading
+        if status == 0 or len(loading) != 1:
+            return
+        (model,) = loading
+        if model not in self._offences or model in self._held:
+            self._offend(model, "the inference process ended while it was loaded")
+
+    def _offend(self, model: str, reason: str) -> None:
+        self._offences[model] = self._offences.get(model, 0) + 1
+        self._held.discard(model)
+        log.warning("model.offended", model=model, offences=self._offences[model], reason=reason)
 
     async def _run_once(self) -> int:
         """One engine from its start to its end; returns its status, negative for a signal."""

@@ -1,42 +1,52 @@
-"""One model instance in one thread: it loads, serves its model's queue, and comes back.
+"""One model instance in one thread: it loads, serves its model's queue, goes, and comes back.
 
-Owns ``ModelThread`` and what a model's own exceptions become.  Rules:
+Owns ``ModelThread``.  Rules:
 1. the bytes of a run are admitted before it begins;
 2. whatever a model raises becomes an error map; its exception, which holds the frames and with
    them the tensors, is gone before the next job;
-3. a revoked worker's answers are thrown away, and it loads again with a wait that doubles.
+3. a revoked worker's answers are thrown away, and it loads again with a wait that doubles;
+4. a model without memory is registered all the same (cold): a job, or the daemon's word, has it
+   loaded, and for that alone idle neighbours are asked to go.  Who loads unasked, at the start,
+   drives nobody out;
+5. who is asked to go finishes what is at work and begins nothing; jobs that come meanwhile wait
+   until it is spared, or loaded again.
 Stays out: the link, the daemon's protocol, what a model is.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import structlog
 
 from umad.client.blocking import Client
-from umad.client.memory import forget_frames, give_back, is_out_of_memory
+from umad.client.memory import give_back
 from umad.client.worker import Worker
 from umad.core.cost import BEYOND_MAX, CostModel, Sample
 from umad.errors import (
     ModelFailed,
     ModelLoading,
+    NeverFits,
     QuotaExceeded,
     UmadError,
     WorkerRevoked,
 )
 from umad.serve.devices import Place, place
-from umad.serve.instance import Instance, stopped
+from umad.serve.instance import Instance, no_room, stopped
 from umad.serve.jobs import Job, JobQueue, Seat, gone, waited
 from umad.serve.kinds.base import Runner
-from umad.serve.link import ModelState, pack_vector
-from umad.serve.logs import place_of
+from umad.serve.link import ModelState, not_loaded, pack_vector
+from umad.serve.translate import Poisoned, translated
 from umad.settings import ModelSettings
 from umad.units import MIB, format_bytes
+from umad.values import SYSTEM_POOL
 
-LOAD_WAIT_S: Final = 10.0
+LOAD_WAIT_S: Final = 3.0  # for room, at the start
+CALL_WAIT_S: Final = 30.0  # for the same, when a person wants the model
+FALLBACK_WAIT_S: Final = 5.0  # where there is another place for it
+SPARE_WAIT_S: Final = 0.1  # for the daemon to spare a model that has nothing more at work
 # What a model may keep of a request that passed its quota before it is loaded afresh: caches and
 # libraries' buffers are no leak.
 GROWN_MAX_BYTES: Final = 16 * MIB
@@ -80,6 +90,10 @@ class ModelThread(Instance):
         hold_s: wait this long before the first load (the model was revoked just before).
         stuck: called when the revoked thread has not come back: another must take its place.
         guard: the setting ``serve.guard``.
+        ends_unloaded: end once the model had to go; the end of the process gives back the rest.
+
+    Attributes:
+        unloaded: it has ended so, and what its queue holds is still to be answered.
     """
 
     def __init__(
@@ -94,8 +108,12 @@ class ModelThread(Instance):
         hold_s: float = 0.0,
         stuck: Callable[["ModelThread"], None] = lambda _: None,
         guard: str = "auto",
+        *,
+        ends_unloaded: bool = False,
     ) -> None:
         super().__init__(model, instance, report, hold_s)
+        self._ends_unloaded = ends_unloaded
+        self.unloaded = False
         self._client = client
         self._queue = queue
         self._load = load
@@ -104,6 +122,16 @@ class ModelThread(Instance):
         self._guard = guard
         self._revoked: WorkerRevoked | None = None
         self._recycled: ModelLoading | None = None
+        self._failure: UmadError | None = None  # what ended the last life
+        self._worker: Worker | None = None
+        self._on = model  # as it is registered now: where it was configured to be, or elsewhere
+        self._serving = False
+        self._ready = ModelState("ready")
+        self._wanted_s: float | None = None  # load it, and wait so long for room
+        self._going = ""  # why it was asked to go
+        self._kept = False  # the daemon was told that somebody wants it
+        self._load_s: float | None = None  # how long the last load took
+        self._reason = ""  # what the daemon says a load waits for
         self._job: Job | None = None
         self._seat: Seat | None = None
         self._passed_quota = False
@@ -115,50 +143,248 @@ class ModelThread(Instance):
         return self._job is not None
 
     def stop(self) -> None:
-        """Have the thread unload and end, after the job at work."""
+        """Have the thread unload and end; the job at work is cancelled."""
         self._stopping.set()
         if self._job is not None:
             self._job.cancelled = True
         self._queue.wake()
 
+    def retire(self, why: UmadError) -> None:
+        """Have the thread unload and end, after the job at work."""
+        self._retired = why
+        self._stopping.set()
+        self._queue.wake()
+
+    def call(self, wait_s: float) -> None:
+        """Somebody wants the model: load it, if it is not; wait so long for room."""
+        self._wanted_s = wait_s
+        self._queue.wake()
+
+    def keep(self) -> None:
+        """Somebody wants the model, which was asked to go: the daemon may spare it."""
+        worker = self._worker
+        if self._going and worker is not None:
+            self._kept = True
+            worker.keep()
+
+    def change(self, model: ModelSettings) -> bool:
+        """As in ``Instance``, where the quota may differ and when it is loaded and unloaded."""
+        old, worker = self._model, self._worker
+        if model.quota != old.quota and worker is not None:
+            if self._on is not old or worker.held_bytes + worker.grown_bytes > model.quota:
+                return False  # the next look at memory would find it in breach
+            try:
+                worker.set_quota(model.quota, model.peak_bytes)
+            except UmadError as error:
+                log.warning("model.quota_refused", model=self.name, reason=error.message)
+                return False
+        self._model = self._on = model
+        self._queue.wake()
+        return True
+
     def _live(self) -> UmadError:
-        """Register, load, serve, unload; returns why that ended."""
-        model = self._model
-        self._revoked = self._recycled = None
+        """Register, then load, serve and unload, as it is wanted; returns why that ended."""
+        self._revoked = self._recycled = self._failure = None
         self._runs_in = threading.get_ident()
         self._say("waiting")
         try:
-            with self._client.worker(
-                model.name,
-                quota=model.quota,
-                peak=model.peak_bytes,
-                instance=self._instance,
-                priority=model.priority,
-                pin=model.pin,
-                pool=model.pool,
-                on_revoke=self._on_revoke,
-                on_recycle=self._on_recycle,
-            ) as worker:
-                self._load_and_serve(worker)
+            self._be_known()
+            while not self._ended():
+                self._load_when_due()
         except UmadError as error:
-            return self._revoked or error
+            self._failure = error
         finally:
+            self._go("")
+            if not self.unloaded:
+                self._leave_seat()
+            if self._worker is not None:
+                self._worker.close()
+                self._worker = None
             give_back()
         return self._why_ended()
 
-    def _load_and_serve(self, worker: Worker) -> None:
+    # --- where it is registered -------------------------------------------------------------
+
+    @property
+    def _places(self) -> list[ModelSettings]:
+        """Where it may run, as it would be configured there; the first is where it should."""
         model = self._model
+        there = [replace(model, device=name, pool=SYSTEM_POOL) for name in model.fallback]
+        return [model, *there]
+
+    def _be_known(self) -> None:
+        """Register, so that the daemon and its people know of it, loaded or not.
+
+        Raises:
+            UmadError: the daemon is not there, or refuses.
+        """
+        *others, last = self._places
+        for model in others:
+            try:
+                self._register(model)
+            except NeverFits:
+                continue
+            else:
+                return
+        self._register(last)
+
+    def _register(self, model: ModelSettings) -> Worker:
+        if self._worker is not None:
+            if self._on == model:
+                return self._worker
+            self._worker.close()
+            self._worker = None
+        self._worker = self._client.worker(
+            model.name,
+            quota=model.quota,
+            peak=model.peak_bytes,
+            instance=self._instance,
+            priority=model.priority,
+            pin=model.pin,
+            pool=model.pool,
+            on_revoke=self._on_revoke,
+            on_recycle=self._on_recycle,
+            on_evict=self._on_evict,
+            on_evict_cancelled=self._on_spared,
+            on_load=lambda _: self.call(CALL_WAIT_S),
+            on_queued=self._on_queued,
+        )
+        self._on = model
+        return self._worker
+
+    # --- cold, and loading ------------------------------------------------------------------
+
+    def _load_when_due(self) -> None:
+        """Rest, where it is not time to load; load; serve until the model has to go.
+
+        1. at the start it loads unasked; where there is no room it tries again, unasked, after
+           waits that double;
+        2. one that was loaded on request, or had to go, rests until somebody wants it;
+        3. so does one of 1 in its waits.
+
+        Raises:
+            UmadError: why this life ends; a load that found no room does not end it.
+        """
+        called_s = None
+        if self._cold or self._failure is not None:
+            called_s = self._rest()
+            if self._ended():
+                return
+        wait_s = called_s
+        if wait_s is None:
+            wait_s = LOAD_WAIT_S if self._failure is None else 0.0
+        try:
+            self._load_and_serve(wait_s, called=called_s is not None)
+        except UmadError as error:
+            if self._revoked is not None or not no_room(error):
+                raise
+            self._failure = error
+            self._leave_seat()  # those who waited for it hear the reason
+            log.warning("model.no_room", model=self.name, reason=error.message)
+            if called_s is None:
+                self._failures += 1
+            else:
+                pause_s = max(1.0, error.retry_after_s or 0)
+                self._say("waiting", error, pause_s)
+                self._stopping.wait(pause_s)
+
+    def _rest(self) -> float | None:
+        """Wait until somebody wants the model, or until it may be tried unasked again.
+
+        Returns:
+            How long to wait for room; None: nobody asked.
+        """
+        failure = None if self._cold else self._failure
+        retry_s = None if failure is None else self._wait_s(failure)
+        self._recycled = None  # there is nothing to be loaded afresh
+        if self._seat is None:
+            self._seat = Seat(self._queue, lambda: not_loaded(self._model.name, self._why_ended()))
+        self._say("cold", failure, retry_s)
+        self.settled.set()
+        needed = self._queue.rest(lambda: self._ended() or self._wanted_s is not None, retry_s)
+        wanted_s, self._wanted_s = self._wanted_s, None
+        return max(self._queue.patience_s, wanted_s or 0.0) if needed else wanted_s
+
+    def _leave_seat(self) -> None:
+        seat, self._seat = self._seat, None
+        self._queue.not_yet = None
+        if seat is not None:
+            seat.leave()
+
+    def _load_and_serve(self, wait_s: float, *, called: bool) -> None:
+        """Load, waiting so long for room; where somebody called, idle neighbours may have to go."""
         began_s = time.monotonic()
+        self._reason = ""
+        if called:
+            self._say("waking")
+            self._queue.not_yet = lambda: self._not_yet(began_s)
+        loaded = self._load_somewhere(wait_s, evict=called)
+        worker, self._failure, self._failures = self._known(), None, 0
+        self._cold, self._wanted_s, self._queue.not_yet = False, None, None
+        try:
+            loaded.cost = self._learned(loaded.runner)
+            self._load_s = time.monotonic() - began_s
+            log.info(
+                "model.ready",
+                model=self.name,
+                device=self._on.device,
+                resident_bytes=loaded.runner.resident_bytes,
+                seconds=round(self._load_s, 2),
+            )
+            worker.progress("serving", 1.0)
+            self._client.report_segments(at_once=True)
+            self._serve(worker, loaded)
+        finally:
+            self._serving = False
+            # The bytes first, then the word that they are gone.
+            del loaded.runner
+            left = loaded.place.release()
+            if left:
+                log.warning("model.device_bytes_left", model=self.name, bytes=left)
+            worker.unload()
+        if not self._ended():
+            log.info("model.unloaded", model=self.name, why=self._going or "nobody used it")
+            self._go("")
+            self._cold = True
+            if self._ends_unloaded:
+                self.unloaded = True
+                self._stopping.set()
+
+    def _load_somewhere(self, wait_s: float, *, evict: bool) -> "_Loaded":
+        """Load the model where it should be, or else where it may be.
+
+        Raises:
+            UmadError: no place had room, or the load failed.
+        """
+        refused: UmadError | None = None
+        *others, last = self._places
+        for on in (*others, last):
+            patience_s = wait_s if on is last else min(wait_s, FALLBACK_WAIT_S)
+            try:
+                return self._load_on(self._register(on), on, patience_s, evict=evict)
+            except UmadError as error:
+                if refused is not None:
+                    error.message = f"{refused.message}; and on {on.device}: {error.message}"
+                if on is last or not (no_room(error) or isinstance(error, NeverFits)):
+                    raise
+                refused = error
+                log.warning("model.fallback", model=self.name, reason=error.message)
+        raise AssertionError("the last place has returned or raised")
+
+    def _load_on(
+        self, worker: Worker, model: ModelSettings, wait_s: float, *, evict: bool
+    ) -> "_Loaded":
+        state = "loading" if self._seat is None else "waking"
 
         def progress(stage: str, ratio: float) -> None:
             worker.progress(stage, ratio)
-            self._report(ModelState("loading", stage, ratio))
+            self._report(ModelState(state, stage, ratio))
 
         def load() -> _Loaded:
-            self._report(ModelState("loading"))
+            self._report(ModelState(state))
             where = place(model, worker.account, self._guard)
             try:
-                with _translated(self.name, "load"), where.use():
+                with translated(self.name, "load"), where.use():
                     runner = self._load(
                         model.kind,
                         model.path,
@@ -170,30 +396,23 @@ class ModelThread(Instance):
                 where.release()  # of a failed load all, of one that went well what only it needed
             return _Loaded(runner, where)
 
-        loaded = worker.load(load, wait_s=LOAD_WAIT_S)
-        try:
-            loaded.cost = self._learned(loaded.runner)
-            self._failures = 0
-            log.info(
-                "model.ready",
-                model=self.name,
-                resident_bytes=loaded.runner.resident_bytes,
-                seconds=round(time.monotonic() - began_s, 2),
-            )
-            worker.progress("serving", 1.0)
-            self._client.report_segments(at_once=True)
-            self._serve(worker, loaded)
-        finally:
-            # The bytes first, then the word that they are gone.
-            del loaded.runner
-            left = loaded.place.release()
-            if left:
-                log.warning("model.device_bytes_left", model=self.name, bytes=left)
-            worker.unload()
+        return worker.load(load, wait_s=wait_s, evict=evict)
+
+    def _not_yet(self, began_s: float) -> UmadError:
+        """What is said to one who has waited in vain for the model to be loaded."""
+        left_s = 5.0 if self._load_s is None else began_s + self._load_s - time.monotonic()
+        why = f": {self._reason}" if self._reason else ""
+        return ModelLoading(
+            f"{self._model.name} is not loaded yet{why}", retry_after_s=max(1.0, left_s)
+        )
+
+    def _known(self) -> Worker:
+        assert self._worker is not None, "what is loaded is registered"
+        return self._worker
 
     def _learned(self, runner: Runner) -> CostModel:
         """What the forwards of this model have taken so far; the daemon keeps it."""
-        model = self._model
+        model = self._on
         shape = f"{model.kind} {model.device} {model.dtype} {runner.resident_bytes}"
         try:
             known = self._client.call("cost", {"model": model.name, "shape": shape})
@@ -203,28 +422,58 @@ class ModelThread(Instance):
         return CostModel(Sample(*row) for row in known.get("samples", ()))
 
     def _serve(self, worker: Worker, loaded: "_Loaded") -> None:
-        with self._queue.served(self._why_ended) as self._seat:
-            resident = loaded.runner.resident_bytes
-            quota = loaded.place.status
-            self._report(ModelState("ready", "serving", 1.0, resident, device_quota=quota))
-            self.settled.set()
-            while (job := self._queue.take(self._ended)) is not None:
-                self._job = job
-                self._work(worker, loaded, job)
-                self._job = None
-                self._client.report_segments()
-                grown = worker.grown_bytes if self._passed_quota else 0
-                if grown > max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO)):
-                    raise QuotaExceeded(
-                        f"{self._model.name} keeps {format_bytes(grown)} after a request that "
-                        "passed its quota; it is loaded afresh"
-                    )
+        """Do jobs until the model has to go, nobody has used it for long, or this life ends."""
+        if self._seat is None:
+            self._seat = Seat(self._queue, lambda: not_loaded(self._model.name, self._why_ended()))
+        self._ready = ModelState(
+            "ready",
+            "serving",
+            1.0,
+            loaded.runner.resident_bytes,
+            device_quota=loaded.place.status,
+            device=self._on.device,
+        )
+        self._serving = True
+        self._report(self._ready)
+        self.settled.set()
+        while (job := self._next()) is not None:
+            self._job = job
+            self._work(worker, loaded, job)
+            self._job = None
+            self._client.report_segments()
+            grown = worker.grown_bytes if self._passed_quota else 0
+            if grown > max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO)):
+                raise QuotaExceeded(
+                    f"{self._model.name} keeps {format_bytes(grown)} after a request that "
+                    "passed its quota; it is loaded afresh"
+                )
+
+    def _next(self) -> Job | None:
+        """The next job; None when the model has to go, for whatever reason.
+
+        Its idle time runs from the end of its last job, since that is when this is called.
+        """
+        while True:
+            job = self._queue.take(
+                lambda: self._ended() or bool(self._going), self._model.idle_unload
+            )
+            if job is not None or self._ended() or not self._going or not self._spared():
+                return job
+
+    def _spared(self) -> bool:
+        """Nothing is at work, and it was asked to go: whether it may stay, since it is wanted."""
+        if self._queue.waits:
+            self.keep()
+        if self._kept:
+            self._queue.wait_until(lambda: self._ended() or not self._going, SPARE_WAIT_S)
+        return not self._going
 
     def _ended(self) -> bool:
         return self._revoked is not None or self._recycled is not None or self._stopping.is_set()
 
     def _why_ended(self) -> UmadError:
-        return self._revoked or self._recycled or stopped()
+        ending = self._retired or (stopped() if self._stopping.is_set() else None)
+        return self._revoked or self._recycled or ending or self._failure or stopped()
 
     def _work(self, worker: Worker, loaded: "_Loaded", job: Job) -> None:
         try:
@@ -235,7 +484,7 @@ class ModelThread(Instance):
                 loaded.place.release()
                 give_back(worker.account)  # what the failed run held, before the next one begins
                 self._passed_quota = isinstance(error, QuotaExceeded)
-            if isinstance(error, _Poisoned):
+            if isinstance(error, Poisoned):
                 self._poisoned()
         else:
             self._queue.answer(job, result=result)
@@ -246,7 +495,7 @@ class ModelThread(Instance):
         self._check(job)
         if wait_s <= 0:
             raise waited(self._model.name)
-        with _translated(self.name, "job"):
+        with translated(self.name, "job"):
             worst_case = runner.bytes_needed(job.data)
             tokens, rows = runner.size(job.data)
         # One that is far larger than any since the load builds caches, too, which no sample shows.
@@ -261,7 +510,7 @@ class ModelThread(Instance):
             with forward:
                 self._check(job)
                 try:
-                    with _translated(self.name, "job"), loaded.place.use():
+                    with translated(self.name, "job"), loaded.place.use():
                         done = runner.run(job.data, lambda: job.cancelled)
                 finally:
                     if beyond:  # torch would keep the burst's segments after its lease has ended
@@ -274,17 +523,46 @@ class ModelThread(Instance):
                 loaded.cost.observe(Sample(*took, exact=forward.exact))
         result = done.data
         if "vectors" in result:
-            return {**result, "vectors": [pack_vector(one) for one in result["vectors"]]}
+            result = {**result, "vectors": [pack_vector(one) for one in result["vectors"]]}
+        if self._on.device != self._model.device:
+            result = {**result, "device": self._on.device}
         return result
 
     def _check(self, job: Job) -> None:
         """Raise why this job is not to begin, or its result not to be used."""
         if self._revoked is not None:
             raise self._revoked
-        if self._stopping.is_set():
+        if self._stopping.is_set() and self._retired is None:
             raise stopped()
         if job.cancelled:
             raise gone()
+
+    def _on_evict(self, told: Mapping[str, Any]) -> None:
+        """Called by the client's listener: go, after the job at work."""
+        if not self._serving:
+            return  # there is nothing to unload
+        self._go(str(told.get("reason") or "the daemon wants its memory"))
+        self._say("draining")
+        if self._queue.waits:
+            self.keep()
+        self._queue.wake()
+
+    def _on_spared(self, _told: Mapping[str, Any]) -> None:
+        """Called by the client's listener: it need not go."""
+        if self._going:
+            self._go("")
+            if self._serving:
+                self._report(self._ready)
+            self._queue.wake()
+
+    def _go(self, why: str) -> None:
+        self._going, self._kept = why, False
+        self._queue.on_arrival = self.keep if why else None
+
+    def _on_queued(self, told: Mapping[str, Any]) -> None:
+        """Called by the client's listener: a load waits, and why."""
+        if told["what"] == "reserve":
+            self._reason = told["reason"]
 
     def _on_recycle(self, told: Mapping[str, Any]) -> None:
         """Called by the client's listener: load afresh, after the job at work.
@@ -348,40 +626,3 @@ class _Loaded:
         self.runner = runner
         self.place = place
         self.cost = CostModel()
-
-
-class _Poisoned(ModelFailed):
-    """A device fault: every later call of this process would fail too (see R6 in the tests)."""
-
-    code = "model_failed"
-
-
-@contextmanager
-def _translated(worker: str, during: str) -> Iterator[None]:
-    """Whatever model code raises, as an error of umad; its frames let go of their tensors.
-
-    Raises:
-        QuotaExceeded: torch or Python got no memory.
-        ModelFailed: anything else.
-    """
-    try:
-        yield
-    except UmadError as error:
-        forget_frames(error)
-        raise
-    except Exception as error:
-        kind, place = type(error).__name__, place_of(error)
-        # The text of an error in a job could quote the job; that of a load cannot.
-        text = str(error)[:300] if during == "load" else ""
-        log.error("model.error", model=worker, during=during, kind=kind, place=place, text=text)
-        translated = _translate(error, kind, text)
-        forget_frames(error)
-        raise translated from error
-
-
-def _translate(error: Exception, kind: str, text: str) -> UmadError:
-    if is_out_of_memory(error):
-        return QuotaExceeded("the model needed more memory than it was given", retry_after_s=5)
-    if kind == "AcceleratorError":  # torch's, for a device that failed under it
-        return _Poisoned("the device failed; the inference process starts again")
-    return ModelFailed(f"the model failed with {kind}{': ' if text else ''}{text}")

@@ -7,7 +7,7 @@ each:
 | from | message | meaning |
 |---|---|---|
 | zygote | ``{"ready": true}`` or ``{"error": map}`` | once, when the libraries are in or refused |
-| engine | ``{"model", "instance"}``, a descriptor | fork that instance; its link to the engine |
+| engine | ``{"model", "instance", "cold"}``, a descriptor | fork it; its link to the engine |
 | zygote | ``{"pid"}`` or ``{"error": map}`` | the answer |
 
 Rules: at every fork this process has one thread and no GPU context, or it refuses (a lock that
@@ -104,7 +104,7 @@ class Zygote:
             return False
         asked = json.loads(data)
         try:
-            pid = self._fork(asked["model"], asked["instance"], fds[0])
+            pid = self._fork(asked["model"], asked["instance"], fds[0], cold=asked["cold"])
         except UmadError as error:
             log.error("zygote.refused", reason=error.message)
             self._control.send(json.dumps({"error": error.to_wire()}).encode())
@@ -114,7 +114,7 @@ class Zygote:
         self._control.send(json.dumps({"pid": pid}).encode())
         return True
 
-    def _fork(self, model: str, instance: int, link: int) -> int:
+    def _fork(self, model: str, instance: int, link: int, *, cold: bool) -> int:
         """Fork one child; returns its pid, and in the child never.
 
         Raises:
@@ -140,6 +140,7 @@ class Zygote:
                 instance,
                 self._load,
                 self._log_format,
+                cold=cold,
             )
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid

@@ -1,7 +1,8 @@
 """The messages of the protocol, and the table of its methods.
 
-Owns the three message forms with their shape checks, and ``METHODS``: every request and
-notification of PROTOCOL.md with its parameters (a test holds the two equal).  Rules: a message
+Owns the three message forms with their shape checks, and every request and notification of
+PROTOCOL.md with its parameters (a test holds them equal): ``METHODS`` are what clients send,
+``NOTICES`` what the daemon does.  Rules: a message
 of the wrong shape breaks the protocol (``RemoteProtocolError``); a well-formed one with wrong
 parameters is refused (``InvalidParams``) and nothing else happens.
 Stays out: what this machine or the books allow; that is the daemon's.
@@ -19,7 +20,10 @@ ID_MAX: Final = 2**32 - 1
 INT_MAX: Final = 2**63 - 1
 PROTOCOL_VERSION: Final = 1
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_WORKER: Final = re.compile(_NAME.pattern + r"(/(0|[1-9][0-9]{0,3}))?")
+_UNIT: Final = re.compile(r"[A-Za-z0-9:_.\\@-]{1,247}\.(service|scope)")
 _TEXT_MAX: Final = 200
+SETTLE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,10 @@ def _is_name(value: object) -> bool:
     return type(value) is str and _NAME.fullmatch(value) is not None
 
 
+def _is_worker(value: object) -> bool:
+    return type(value) is str and _WORKER.fullmatch(value) is not None
+
+
 def _text(low: int) -> Callable[[object], bool]:
     return lambda value: type(value) is str and low <= len(value) <= _TEXT_MAX
 
@@ -147,6 +155,11 @@ UNIX_SECONDS: Final = Kind(_number(1e12), "seconds since 1970")
 RATIO: Final = Kind(_number(1), "a number from 0 to 1")
 FLAG: Final = Kind(lambda value: type(value) is bool, "true or false")
 NAME: Final = Kind(_is_name, "a name: 1 to 64 letters, digits, dots, dashes and underscores")
+WORKER: Final = Kind(_is_worker, 'the name of a worker, like "llama", or "llama/1"')
+UNIT: Final = Kind(
+    lambda value: type(value) is str and _UNIT.fullmatch(value) is not None,
+    'a systemd unit of a running program, like "llama.service"',
+)
 TEXT: Final = Kind(_text(0), f"text of at most {_TEXT_MAX} characters")
 LABEL: Final = Kind(_text(1), f"text of 1 to {_TEXT_MAX} characters")
 SIZES: Final = Kind(_list_of(SIZE.check, 64), "an array of 1 to 64 integers of bytes above 0")
@@ -231,9 +244,18 @@ METHODS: Final[Mapping[str, Method]] = {
         account=_optional(COUNT),
         guard_off=_optional(TEXT),
         recycle=_optional(FLAG, False),
+        evict=_optional(FLAG, False),
+        process=_optional(COUNT),
+        settle_s=_optional(SECONDS, SETTLE_S),
     ),
     "unregister": _request(worker=_ID),
-    "reserve": _request(worker=_ID, bytes=_optional(SIZE), parts=_optional(SIZES), wait_s=_WAIT),
+    "reserve": _request(
+        worker=_ID,
+        bytes=_optional(SIZE),
+        parts=_optional(SIZES),
+        wait_s=_WAIT,
+        evict=_optional(FLAG, True),
+    ),
     "commit": _request(lease=_ID, token=_ID, measured=Param(BYTES)),
     "void": _END_LEASE,
     "release": _END_LEASE,
@@ -243,7 +265,23 @@ METHODS: Final[Mapping[str, Method]] = {
     "status": _request(),
     "metrics": _request(),
     "snapshot": _request(part=_optional(COUNT, 0)),
-    "set_quota": _request(worker=_ID, quota=Param(SIZE)),
+    "set_quota": _request(worker=_optional(COUNT), name=_optional(WORKER), quota=Param(SIZE)),
+    "evict": _request(name=Param(WORKER)),
+    "load": _request(name=Param(WORKER)),
+    "pin": _request(name=Param(WORKER), pin=Param(FLAG)),
+    "adopt": _request(
+        model=Param(NAME),
+        unit=Param(UNIT),
+        quota=Param(SIZE),
+        peak=_optional(SIZE),
+        pool=_optional(NAME, "system"),
+        priority=_optional(PRIORITY, 0),
+        settle_s=_optional(SECONDS, SETTLE_S),
+    ),
+    "disown": _request(name=Param(NAME)),
+    "drain": _request(),
+    "resume": _request(),
+    "reload": _request(),
     "cost": _request(model=Param(NAME), shape=_optional(LABEL)),
     "events": _request(since=_optional(COUNT, 0)),
     "forward_done": Method(
@@ -274,7 +312,23 @@ METHODS: Final[Mapping[str, Method]] = {
             "largest_free": Param(BYTES),
         },
     ),
+    "keep": Method(Form.FROM_CLIENT, {"worker": _ID}),
+}
+
+NOTICES: Final[Mapping[str, Method]] = {
     "shrink": Method(Form.FROM_DAEMON, {"reason": Param(TEXT)}),
+    "evict": Method(
+        Form.FROM_DAEMON,
+        {
+            "worker": _ID,
+            "reason": Param(TEXT),
+            "for_worker": Param(TEXT),
+            "deadline_s": Param(SECONDS),
+        },
+    ),
+    "evict_cancelled": Method(Form.FROM_DAEMON, {"worker": _ID}),
+    "load": Method(Form.FROM_DAEMON, {"worker": _ID}),
+    "reloaded": Method(Form.FROM_DAEMON, {}),
     "recycle": Method(
         Form.FROM_DAEMON, {"worker": _ID, "process": Param(FLAG), "reason": Param(TEXT)}
     ),
@@ -301,8 +355,15 @@ METHODS: Final[Mapping[str, Method]] = {
 }
 
 
-def check_params(method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the parameters of a request or notification against ``METHODS``.
+def check_params(
+    method: str, params: Mapping[str, Any], rows: Mapping[str, Method] = METHODS
+) -> dict[str, Any]:
+    """Check the parameters of a request or notification against its row.
+
+    Args:
+        method: its name.
+        params: what was sent.
+        rows: ``METHODS``, what clients send; or ``NOTICES``, what the daemon does.
 
     Returns:
         A new dict: the parameters, and the defaults of those left out that have one.
@@ -312,9 +373,9 @@ def check_params(method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         InvalidParams: a parameter is missing, unknown, or not of its kind; the message names
             it, what was sent and what is accepted.
     """
-    row = METHODS.get(method)
+    row = rows.get(method)
     if row is None:
-        known = ", ".join(METHODS)
+        known = ", ".join(rows)
         raise UnknownMethod(f"there is no method {_show(method)}; the methods are {known}")
     checks = row.checks
     for name, value in params.items():

@@ -1,0 +1,71 @@
+"""How much memory is put to use, and how much of it a packer could that knows everything.
+
+In use are the quotas of models that somebody waits for or is served by, from the grant on, and
+their bursts.  The *clairvoyant packer* has, at every moment, the best choice of these models in
+memory that fits into what is there: it loads and unloads in no time, interrupts whom it likes and
+knows who will come.  It has not what nobody can take away: pinned models, and those of programs
+that are deaf to ``evict``.  No packer reaches more, so the share reached of it is a lower bound.
+
+The *patient packer* is the same, but lets the models that serve at that moment go on.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from umad.units import MIB
+
+if TYPE_CHECKING:
+    from tests.simulation.model import Model, Session
+    from tests.simulation.world import World
+
+UNIT: Final = 64 * MIB
+
+
+def best(sizes: Iterable[int], room: int) -> int:
+    """The most bytes of ``sizes`` that fit together, to the unit; exact, by dynamic programming."""
+    reached = 1
+    for size in sizes:
+        reached |= reached << (size // UNIT)
+    reached &= (1 << (max(0, room) // UNIT + 1)) - 1
+    return (reached.bit_length() - 1) * UNIT
+
+
+class Use:
+    """Samples of one world."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.sessions: list[tuple[Model, Session]] = []
+        self.used = self.possible = self.patient = 0
+        self.samples = self.tight = 0
+
+    def sample(self, room: int) -> None:
+        """One moment; ``room`` is what all may hold together, in bytes."""
+        world = self.world
+        now_s = world.now_s
+        room -= world.machine.tenants.at(now_s)
+        wanted: list[int] = []
+        serving: list[int] = []
+        used = 0
+        for body in world.machine.bodies.values():
+            room -= body.baseline + sum(block.at(now_s) for block in body.family.values())
+        for program in world.programs:
+            if not program.alive:
+                continue
+            for model in program.models:
+                loaded = bool(model.lease) and model.state in ("loading", "ready", "serving")
+                room -= model.burst
+                if not model.wanted and loaded and (model.pin or program.liar == "deaf"):
+                    room -= model.quota
+                if not model.wanted or (program.stopped_until_s > now_s and not loaded):
+                    continue
+                (serving if loaded and model.state == "serving" else wanted).append(model.quota)
+                used += model.quota if loaded else 0
+        possible = best([*wanted, *serving], room)
+        at_work = sum(serving)
+        patient = min(possible, at_work + best(wanted, room - at_work))
+        self.samples += 1
+        self.tight += at_work + sum(wanted) > room
+        self.used += min(used, possible)
+        self.patient += patient
+        self.possible += possible
