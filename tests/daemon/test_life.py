@@ -182,6 +182,21 @@ def test_a_restarted_daemon_still_judges_by_the_old_limits(daemon: Daemon) -> No
         del model
 
 
+def test_a_forward_at_work_keeps_its_burst_over_a_restart(daemon: Daemon) -> None:
+    def booked() -> list[int]:
+        return [worker["booked"] for worker in daemon.status()["workers"]]
+
+    with daemon.client() as client:
+        worker = client.worker("llama", quota="64MiB")
+        model = worker.load(lambda: Held(bytearray(b"\x01") * (60 * MIB)))
+        with worker.forward("32MiB"):
+            daemon.kill()
+            daemon.start()
+            eventually(lambda: booked() == [96 * MIB])
+        eventually(lambda: booked() == [64 * MIB])
+        del model
+
+
 def test_a_bad_configuration_is_told_whole(folder: Path) -> None:
     daemon = Daemon(folder, text="[memory]\nbudget = 12\n[sevre]\n")
     done = subprocess.run(daemon.command(), cwd=ROOT, capture_output=True, text=True, timeout=30)

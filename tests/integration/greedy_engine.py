@@ -16,7 +16,7 @@ import torch
 from umad.config import Settings
 from umad.serve import engine, worker
 from umad.serve.kinds.base import Result
-from umad.serve.worker import Load
+from umad.serve.loaded import Load
 
 MIB = 1 << 20
 MORE_THAN_ANY_QUOTA = 1 << 30

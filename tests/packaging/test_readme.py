@@ -1,5 +1,6 @@
 """The README is true: its commands run, its example works, it stays one screen."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -46,6 +47,8 @@ def test_every_command_runs(tmp_path: Path) -> None:
         "umadctl doctor",
         "umadctl check-config etc/umad.toml",
         "umad up --config FILE",
+        "umadctl evict llama",
+        "umadctl run --name comfy --quota 20GiB -- CMD",
         "umadctl snapshot",
     ]
     assert shutil.which("make")
@@ -54,16 +57,23 @@ def test_every_command_runs(tmp_path: Path) -> None:
     )
     assert "tests.demo.run" in dry.stdout
     with running(tmp_path) as daemon:
-        for command in (*commands()[1:4], commands()[5]):
-            words = command.replace("PATH", str(daemon.socket)).split()
+        client = daemon.client()
+        client.worker("llama", quota="1MiB", on_evict=print)
+        for command in (*commands()[1:4], *commands()[5:]):
+            filled = command.replace("PATH", str(daemon.socket)).replace(
+                "GiB -- CMD", "MiB -- true"
+            )
+            words = filled.split()
             done = subprocess.run(
                 [BIN / Path(words[0]).name, *words[1:], *_into(tmp_path, words)],
                 cwd=ROOT,
+                env={**os.environ, "UMAD_SOCKET": str(daemon.socket)},
                 check=False,
                 timeout=30,
             )
             # 1: the doctor has found something, as on most machines that were not set up.
             assert done.returncode in ({0, 1} if "doctor" in words else {0}), command
+        client.close()
     subprocess.run([BIN / "umad", "up", "--help"], check=True, timeout=30)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from umad.config import Settings
 from umad.serve import engine
 from umad.serve.kinds.base import Result
-from umad.serve.worker import Load
+from umad.serve.loaded import Load
 
 
 class AcceleratorError(RuntimeError):

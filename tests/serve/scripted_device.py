@@ -14,7 +14,7 @@ from tests.serve import fake_torch
 from umad.config import Settings
 from umad.serve import engine, zygote
 from umad.serve.kinds.base import Result
-from umad.serve.worker import Load
+from umad.serve.loaded import Load
 
 MIB = 1 << 20
 WEIGHTS_MIB = 24

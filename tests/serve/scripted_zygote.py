@@ -6,7 +6,7 @@ import threading
 
 from tests.serve.scripted import libraries
 from umad.serve import zygote
-from umad.serve.worker import Load
+from umad.serve.loaded import Load
 from umad.settings import Settings
 
 

@@ -155,6 +155,12 @@ class Judge:
         quota = pending.ask.params["quota"]
         shadow = Shadow(result["worker"], program.body.identity, quota, True, None)
         self._leases[result["lease"]] = shadow
+        until_s = self.world.now_s + self.world.settings.leases.burst_ttl
+        bursts = zip(pending.ask.params.get("bursts", ()), result["bursts"], strict=True)
+        for size, again in bursts:  # of a forward at work
+            if again is not None:
+                shadow = Shadow(result["worker"], program.body.identity, size, False, until_s)
+                self._leases[again["lease"]] = shadow
 
     def _locked(self, connection: int, result: Mapping[str, Any]) -> None:
         now_s = self.world.now_s

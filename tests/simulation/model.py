@@ -72,6 +72,7 @@ class Model:
         self.state = "cold"
         self.draining = self.revoked = self.kept = False
         self.burst = self._burst = 0  # of the forward at work, and of the one before
+        self.burst_lease: dict[str, Any] = {}
         self._back_s = 0.0  # when the latter's bytes are gone
         self.block = Bytes()
         self.task: Task | None = None
@@ -205,7 +206,7 @@ class Model:
             self.state = "ready"
 
     def _forward(self, session: Session, number: int) -> Steps:
-        lease: dict[str, Any] = {}
+        self.burst_lease = {}
         if session.burst and number % 2 == 0 and self.worker is not None:
             try:
                 answer = yield Ask(
@@ -213,7 +214,7 @@ class Model:
                 )
             except (Lost, UmadError):
                 return  # 503 to that one
-            lease = {"lease": answer["lease"], "token": answer["token"]}
+            self.burst_lease = {"lease": answer["lease"], "token": answer["token"]}
             self.burst = self._burst = session.burst
             self.block.move(self.block.goal + session.burst, self.world.now_s, 0.5)
         worker = self.worker
@@ -222,13 +223,13 @@ class Model:
             self.cut_short(0.1)
             if self.program.guarded or self.random.random() < 0.5:
                 yield 0.12  # without a guard, bytes come back after the word
-        if self.worker is None or self.worker != worker:
+        if self.worker is None or (self.worker != worker and not self.burst_lease):
             return
         self.world.tell(
             self.program,
             "forward_done",
             worker=self.worker,
-            **lease,
+            **self.burst_lease,
             predicted=session.burst,
             peak=session.burst,
             tokens=512,

@@ -123,8 +123,6 @@ class Program:
         self.epoch += 1
         for model in self.models:
             model.worker = None
-            if "outlast" not in self.world.scenario.faults:
-                model.cut_short()
             if model.lease:
                 model.stale = [(self.epoch, model.lease), *model.stale[:3]]
         if self.alive:
@@ -151,20 +149,7 @@ class Program:
 
     def _register(self, model: Model, epoch: int) -> Steps:
         while self.epoch == epoch:
-            params: dict[str, Any] = {
-                "model": model.name,
-                "quota": model.quota,
-                "peak": model.peak,
-                "priority": model.priority,
-                "pin": model.pin,
-                "guard": self.guarded,
-                "evict": True,
-            }
-            loaded = model.state in ("ready", "serving")
-            if loaded:
-                params |= {"held": model.size, "baseline": self.body.baseline}
-            if self.guarded and model.slot is not None:
-                params["account"] = model.slot
+            params = self._registration(model)
             try:
                 answer = yield Ask("register", params)
             except Lost:
@@ -178,9 +163,12 @@ class Program:
                 yield max(0.1, error.retry_after_s or 1.0)
                 continue
             model.worker, model.slot = answer["worker"], answer.get("account")
+            loaded = "held" in params
             if answer["generation"] != model.generation and not loaded:
                 model.lease = {}  # of a load under way the new daemon knows nothing
             model.generation = answer["generation"]
+            if "bursts" in params:
+                model.burst_lease = answer["bursts"][0] or {}
             if "lease" in answer:
                 model.lease = {"lease": answer["lease"], "token": answer["token"]}
             elif loaded:
@@ -189,6 +177,24 @@ class Program:
             if model.task is not None:
                 self.world.wake(model.task)
             return
+
+    def _registration(self, model: Model) -> dict[str, Any]:
+        params: dict[str, Any] = {
+            "model": model.name,
+            "quota": model.quota,
+            "peak": model.peak,
+            "priority": model.priority,
+            "pin": model.pin,
+            "guard": self.guarded,
+            "evict": True,
+        }
+        if model.state in ("ready", "serving"):
+            params |= {"held": model.size, "baseline": self.body.baseline}
+            if model.burst and model.generation != self.world.generation:
+                params["bursts"] = [model.burst]
+        if self.guarded and model.slot is not None:
+            params["account"] = model.slot
+        return params
 
     def notified(self, method: str, params: Mapping[str, Any]) -> None:
         """A word of the daemon, heard when the process runs."""

@@ -58,11 +58,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated; equal scenarios give equal runs.
-
-    A fault that is not among the usual ones: ``outlast``, a forward's burst outlasts the
-    connection that it was granted on.
-    """
+    """What is simulated; equal scenarios give equal runs."""
 
     seed: int
     hours: float

@@ -99,12 +99,3 @@ def test_what_is_found_is_told_with_less() -> None:
 )
 def test_the_packer_finds_the_best_choice(sizes: list[int], room: int, most: int) -> None:
     assert best([size * UNIT for size in sizes], room * UNIT) == most * UNIT
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(reason="a burst is not booked again when its worker comes back")
-def test_a_burst_outlasts_the_daemon_that_granted_it() -> None:
-    outcomes = [
-        simulate(replace(SHORT, seed=seed, faults=SHORT.faults | {"outlast"})) for seed in range(3)
-    ]
-    assert [outcome.found for outcome in outcomes] == [None, None, None]

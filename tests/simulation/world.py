@@ -75,7 +75,7 @@ class World:
         self.limits: dict[tuple[Identity, int], int] = {}  # account pages, as the guard sees them
         self.fenced: set[tuple[Identity, int]] = set()
         self._engines = engines
-        self._generation = 0
+        self.generation = 0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = self._request = self._connection = self._pid = 0
         self._gap_s = LOOK_S
@@ -117,17 +117,17 @@ class World:
 
     def start(self) -> None:
         """The daemon starts, or starts again: nothing of what it knew is left."""
-        self._generation += 1
-        until_s = self.now_s + (self.settings.leases.recovery if self._generation > 1 else 0.0)
+        self.generation += 1
+        until_s = self.now_s + (self.settings.leases.recovery if self.generation > 1 else 0.0)
         self.engine = self._engines(
             self.settings,
             Access(990, 50, 60),
-            generation=self._generation,
+            generation=self.generation,
             recovering_until_s=until_s,
         )
         self.up = True
         self._armed_s = None
-        self.note("the daemon starts, generation", self._generation)
+        self.note("the daemon starts, generation", self.generation)
         self.judge.started(until_s)
         pages: dict[Identity, dict[int, int]] = {}
         for (identity, slot), limit in self.limits.items():

@@ -39,7 +39,10 @@ class Burst:
 
     def detach(self) -> Hold | None:
         """Hand the lease to the caller, who ends it; None when it has ended."""
-        return None if self._finalizer.detach() is None else self._hold
+        if self._finalizer.detach() is None:
+            return None
+        self._hold.ended = True
+        return self._hold
 
     def __enter__(self) -> Self:
         return self

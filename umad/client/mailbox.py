@@ -62,6 +62,7 @@ class Hold:
         lease: None while no daemon has booked it.
         token: what fences the lease.
         bytes: what it covers; for a load, what was measured.
+        ended: nobody needs it any more.
     """
 
     mailbox: Mailbox
@@ -69,6 +70,7 @@ class Hold:
     lease: int | None
     token: int
     bytes: int
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +108,5 @@ class Undo:
 
 def leak(hold: Hold) -> None:
     """The finalizer of whatever a lease covers: it was dropped without being released."""
+    hold.ended = True
     hold.mailbox.put(Ended(hold, leaked=True))

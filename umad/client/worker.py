@@ -22,8 +22,9 @@ from umad.client.accounts import process_page
 from umad.client.burst import Burst, Forward
 from umad.client.cores import cap_threads
 from umad.client.interrupt import Interruptible
+from umad.client.kept import Kept
 from umad.client.link import Link
-from umad.client.mailbox import Ended, Hold, leak
+from umad.client.mailbox import Ended, Hold
 from umad.client.memory import (
     drop_frames,
     forget_frames,
@@ -98,9 +99,8 @@ class Worker:
         self.meter = Meter()
         self._computing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._foreign = False
-        self._hold: Hold | None = None  # the loaded model's lease
-        self._model: object = None  # only where it cannot be referenced weakly
-        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._kept = Kept()
+        self._bursts: list[Hold] = []  # of the forwards at work, and some that have ended
         model, instance = self._registration["model"], self._registration["instance"]
         self.name: str = f"{model}/{instance}" if instance else model
         self.revoked = threading.Event()
@@ -121,7 +121,7 @@ class Worker:
     @property
     def held_bytes(self) -> int:
         """What the loaded model was measured to hold; 0 without one."""
-        hold = self._live_hold()
+        hold = self._kept.live()
         return 0 if hold is None else hold.bytes
 
     @property
@@ -161,7 +161,7 @@ class Worker:
             WorkerRevoked: the worker was stopped while it loaded.
             DaemonUnavailable: no daemon, and the client does not allow that.
         """
-        if self._live_hold() is not None:
+        if self._kept.live() is not None:
             raise InvalidParams(f"worker {self.name} has a model; unload it first")
         self.check_revoked()
         self.meter = Meter()
@@ -196,7 +196,7 @@ class Worker:
             if booking.lease is not None:
                 self._settle(booking.binding, "void", booking.lease)
             raise
-        self._keep(model, hold)
+        self._kept.keep(model, hold)
         if self._binding is not booking.binding:
             # A reconnect registered us before it could know of this model: do it once more.
             self.unregister()
@@ -211,7 +211,7 @@ class Worker:
         Returns:
             Bytes by which the process shrank; 0 without a model.
         """
-        hold = self._let_go()
+        hold = self._kept.let_go()
         if hold is None:
             return 0
         before = process_bytes()
@@ -275,7 +275,9 @@ class Worker:
         answer = self._ask(binding, "admit", params)
         if answer is None or binding is None:
             return Burst(self._client, Hold(self._client.mailbox, 0, None, 0, size))
-        return Burst(self._client, self._hold_of(binding, answer, size))
+        hold = self._hold_of(binding, answer, size)
+        self._bursts = [*(one for one in self._bursts if not one.ended), hold]
+        return Burst(self._client, hold)
 
     def progress(self, stage: str, ratio: float) -> None:
         """Tell people how far a load is: a stage ("reading", "building", ...) and 0 to 1.
@@ -320,7 +322,7 @@ class Worker:
     def close(self) -> None:
         """Unregister; the daemon takes back what the worker holds, once it is seen to be gone."""
         self._client.forget(self)
-        self._let_go()
+        self._kept.let_go()
         self.unregister()
 
     def __enter__(self) -> Self:
@@ -393,11 +395,16 @@ class Worker:
                 params["account"], page_fd = self._account, process_page.fd
         elif process_page.off:
             params["guard_off"] = process_page.off[:200]
-        hold = self._live_hold()
+        hold = self._kept.live()
         if hold is not None:
             params["held"] = hold.bytes
             if self._baseline is not None:
                 params["baseline"] = self._baseline
+        bursts = [
+            one for one in self._bursts if not one.ended and one.generation != link.generation
+        ]
+        if hold is not None and bursts:  # granted by a daemon that is gone
+            params["bursts"] = [one.bytes for one in bursts]
         answer = self._client.call_on(link, "register", params, fd=page_fd)
         slot = answer.get("account")
         received = link.take_fd()
@@ -410,6 +417,12 @@ class Worker:
             if hold is not None:
                 hold.generation = link.generation
                 hold.lease, hold.token = answer.get("lease"), answer.get("token") or 0
+            for burst, again in zip(bursts, answer.get("bursts", ()), strict=False):
+                burst.generation = link.generation
+                burst.lease, burst.token = (again["lease"], again["token"]) if again else (None, 0)
+        for burst in bursts:
+            if burst.ended:  # meanwhile, when there was nothing yet to give back
+                self._client.mailbox.put(Ended(burst, leaked=False))
         self._client.changed()
 
     def is_bound_to(self, link: Link, worker: int | None = None) -> bool:
@@ -556,29 +569,6 @@ class Worker:
     def _hold_of(self, binding: Binding, answer: Mapping[str, Any], size: int) -> Hold:
         generation = binding.link.generation
         return Hold(self._client.mailbox, generation, answer["lease"], answer["token"], size)
-
-    def _live_hold(self) -> Hold | None:
-        """The model's lease, unless the model was dropped and a finalizer has ended it."""
-        finalizer = self._finalizer
-        return self._hold if finalizer is None or finalizer.alive else None
-
-    def _keep(self, model: object, hold: Hold) -> None:
-        try:
-            finalizer = weakref.finalize(model, leak, hold)
-        except TypeError:
-            self._model = model
-        else:
-            finalizer.atexit = False  # the end of the process says it all
-            self._finalizer = finalizer
-        self._hold = hold
-
-    def _let_go(self) -> Hold | None:
-        """Take the model's lease out of the finalizer's hands; None: it has ended already."""
-        hold, self._hold, self._model = self._hold, None, None
-        finalizer, self._finalizer = self._finalizer, None
-        if finalizer is not None and finalizer.detach() is None:
-            return None  # the model was dropped: the mailbox has it
-        return hold
 
 
 def _ticket(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:

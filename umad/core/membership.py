@@ -118,7 +118,7 @@ def register(state: State, call: Call) -> Iterator[Action]:
     state.members[worker.id] = member
     process.members.add(worker.id)
     client.workers.add(worker.id)
-    answer = {
+    answer: dict[str, Any] = {
         "worker": worker.id,
         "generation": state.generation,
         "baseline": process.baseline,
@@ -127,6 +127,7 @@ def register(state: State, call: Call) -> Iterator[Action]:
         lease = state.ledger.restore(worker.id, pool, quota)
         member.state, member.measured, member.ready_s = "ready", held, call.now_s
         answer |= {"lease": lease.id, "token": lease.token}
+        answer["bursts"] = [_burst(state, call, worker, size) for size in params.get("bursts", ())]
     if worker.account is None:
         yield call.reply(answer)
     else:
@@ -135,6 +136,17 @@ def register(state: State, call: Call) -> Iterator[Action]:
         yield OpenAccount(identity, worker.account, member.limit_told, again)
         yield replace(call.reply(answer | {"account": worker.account}), page=identity)
     yield event("registered", member, quota_bytes=quota, peak_bytes=peak, held_bytes=held)
+
+
+def _burst(state: State, call: Call, worker: Worker, size: int) -> dict[str, int] | None:
+    """Book a forward that is at work since before a restart; None where it does not fit.
+
+    It was granted then, so it fits, unless its worker says more than is true.
+    """
+    ttl_s = state.settings.leases.burst_ttl
+    parts = ((worker.pool, size),)
+    lease = state.ledger.reserve(worker.id, LeaseKind.BURST, parts, call.now_s + ttl_s)
+    return {"lease": lease.id, "token": lease.token} if isinstance(lease, Lease) else None
 
 
 def _check_outside(call: Call, process: Process | None) -> None:

@@ -40,8 +40,9 @@ from umad.serve.jobs import Job, JobQueue
 from umad.serve.libraries import share_cores
 from umad.serve.lifeline import end_with
 from umad.serve.link import ModelState, link_limits
+from umad.serve.loaded import Load
 from umad.serve.parcel import Channel
-from umad.serve.worker import Load, ModelThread
+from umad.serve.worker import ModelThread
 from umad.settings import ModelSettings, Settings
 from umad.wire.messages import Message, Notification, Request
 

@@ -34,10 +34,11 @@ from umad.serve.instance import Instance
 from umad.serve.jobs import Job, JobQueue
 from umad.serve.libraries import bring, share_cores, warm
 from umad.serve.link import LinkPeer, ModelState, link_limits
+from umad.serve.loaded import Load
 from umad.serve.main import check_config, read_config
 from umad.serve.nursery import Nursery
 from umad.serve.process import ModelProcess
-from umad.serve.worker import Load, ModelThread
+from umad.serve.worker import ModelThread
 from umad.settings import ModelSettings, Settings
 
 RUNTIME: Final = "runtime"

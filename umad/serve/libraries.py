@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import structlog
 
-from umad.serve.worker import Load
+from umad.serve.loaded import Load
 from umad.settings import Settings
 
 # What a process that forks models must have set before it imports anything.

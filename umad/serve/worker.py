@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
 from umad.client.blocking import Client
 from umad.client.memory import give_back
 from umad.client.worker import Worker
-from umad.core.cost import BEYOND_MAX, CostModel, Sample
 from umad.errors import (
     ModelFailed,
     ModelLoading,
@@ -33,11 +32,11 @@ from umad.errors import (
     UmadError,
     WorkerRevoked,
 )
-from umad.serve.devices import Place, place
+from umad.serve.devices import place
 from umad.serve.instance import Instance, no_room, stopped
 from umad.serve.jobs import Job, JobQueue, Seat, gone, waited
-from umad.serve.kinds.base import Runner
-from umad.serve.link import ModelState, not_loaded, pack_vector
+from umad.serve.link import ModelState, not_loaded
+from umad.serve.loaded import Load, Loaded
 from umad.serve.translate import Poisoned, translated
 from umad.settings import ModelSettings
 from umad.units import MIB, format_bytes
@@ -58,22 +57,6 @@ STUCK_AFTER_S: Final = 5.0
 # Of a core; it may share the cores and the interpreter's lock with many others.
 STUCK_BUSY_RATIO: Final = 0.1
 log = structlog.get_logger()
-
-
-class Load(Protocol):
-    """Reads a model from its folder; ``umad.serve.loader.load`` is the real one."""
-
-    def __call__(
-        self,
-        kind: str,
-        path: str,
-        *,
-        device: str,
-        dtype: str,
-        progress: Callable[[str, float], None],
-    ) -> Runner:
-        """See ``umad.serve.loader.load``."""
-        ...
 
 
 class ModelThread(Instance):
@@ -322,7 +305,7 @@ class ModelThread(Instance):
         worker, self._failure, self._failures = self._known(), None, 0
         self._cold, self._wanted_s, self._queue.not_yet = False, None, None
         try:
-            loaded.cost = self._learned(loaded.runner)
+            loaded.learn(self._client, self._on)
             self._load_s = time.monotonic() - began_s
             log.info(
                 "model.ready",
@@ -350,7 +333,7 @@ class ModelThread(Instance):
                 self.unloaded = True
                 self._stopping.set()
 
-    def _load_somewhere(self, wait_s: float, *, evict: bool) -> "_Loaded":
+    def _load_somewhere(self, wait_s: float, *, evict: bool) -> Loaded:
         """Load the model where it should be, or else where it may be.
 
         Raises:
@@ -373,14 +356,14 @@ class ModelThread(Instance):
 
     def _load_on(
         self, worker: Worker, model: ModelSettings, wait_s: float, *, evict: bool
-    ) -> "_Loaded":
+    ) -> Loaded:
         state = "loading" if self._seat is None else "waking"
 
         def progress(stage: str, ratio: float) -> None:
             worker.progress(stage, ratio)
             self._report(ModelState(state, stage, ratio))
 
-        def load() -> _Loaded:
+        def load() -> Loaded:
             self._report(ModelState(state))
             where = place(model, worker.account, self._guard)
             try:
@@ -394,7 +377,7 @@ class ModelThread(Instance):
                     )
             finally:
                 where.release()  # of a failed load all, of one that went well what only it needed
-            return _Loaded(runner, where)
+            return Loaded(self.name, runner, where)
 
         return worker.load(load, wait_s=wait_s, evict=evict)
 
@@ -410,18 +393,7 @@ class ModelThread(Instance):
         assert self._worker is not None, "what is loaded is registered"
         return self._worker
 
-    def _learned(self, runner: Runner) -> CostModel:
-        """What the forwards of this model have taken so far; the daemon keeps it."""
-        model = self._on
-        shape = f"{model.kind} {model.device} {model.dtype} {runner.resident_bytes}"
-        try:
-            known = self._client.call("cost", {"model": model.name, "shape": shape})
-        except UmadError as error:
-            log.info("model.cost_unknown", model=model.name, why=error.message)
-            return CostModel()
-        return CostModel(Sample(*row) for row in known.get("samples", ()))
-
-    def _serve(self, worker: Worker, loaded: "_Loaded") -> None:
+    def _serve(self, worker: Worker, loaded: Loaded) -> None:
         """Do jobs until the model has to go, nobody has used it for long, or this life ends."""
         if self._seat is None:
             self._seat = Seat(self._queue, lambda: not_loaded(self._model.name, self._why_ended()))
@@ -475,7 +447,7 @@ class ModelThread(Instance):
         ending = self._retired or (stopped() if self._stopping.is_set() else None)
         return self._revoked or self._recycled or ending or self._failure or stopped()
 
-    def _work(self, worker: Worker, loaded: "_Loaded", job: Job) -> None:
+    def _work(self, worker: Worker, loaded: Loaded, job: Job) -> None:
         try:
             result = self._run(worker, loaded, job)
         except UmadError as error:
@@ -489,41 +461,12 @@ class ModelThread(Instance):
         else:
             self._queue.answer(job, result=result)
 
-    def _run(self, worker: Worker, loaded: "_Loaded", job: Job) -> Mapping[str, Any]:
-        runner = loaded.runner
+    def _run(self, worker: Worker, loaded: Loaded, job: Job) -> Mapping[str, Any]:
         wait_s = job.deadline_s - time.monotonic()
         self._check(job)
         if wait_s <= 0:
             raise waited(self._model.name)
-        with translated(self.name, "job"):
-            worst_case = runner.bytes_needed(job.data)
-            tokens, rows = runner.size(job.data)
-        # One that is far larger than any since the load builds caches, too, which no sample shows.
-        known = tokens * rows <= BEYOND_MAX * worker.meter.warmed
-        need = loaded.cost.predict(tokens, rows, worst_case, known=known)
-        held = runner.resident_bytes
-        if worker.account is not None:  # what it keeps from run to run is there already
-            held = max(held, worker.account_bytes + HUGE_PAGES_BYTES)
-        beyond = max(0, held + need - self._model.quota)
-        forward = worker.forward(beyond, predicted=need, tokens=tokens, batch=rows, wait_s=wait_s)
-        try:
-            with forward:
-                self._check(job)
-                try:
-                    with translated(self.name, "job"), loaded.place.use():
-                        done = runner.run(job.data, lambda: job.cancelled)
-                finally:
-                    if beyond:  # torch would keep the burst's segments after its lease has ended
-                        loaded.place.release()
-                forward.tokens, forward.batch = done.size or (tokens, rows)
-                self._check(job)  # a run that was cut short ends like any other, and shows nothing
-        finally:
-            if forward.peak is not None:  # it began
-                took = (forward.tokens, forward.batch, forward.peak, need)
-                loaded.cost.observe(Sample(*took, exact=forward.exact))
-        result = done.data
-        if "vectors" in result:
-            result = {**result, "vectors": [pack_vector(one) for one in result["vectors"]]}
+        result = loaded.run(worker, job, self._model.quota, wait_s, lambda: self._check(job))
         if self._on.device != self._model.device:
             result = {**result, "device": self._on.device}
         return result
@@ -617,12 +560,3 @@ class ModelThread(Instance):
             return time.clock_gettime(time.pthread_getcpuclockid(self._runs_in))
         except OSError:
             return 0.0
-
-
-class _Loaded:
-    """A model in a box: the lease hangs on the box, so the model can go before the lease does."""
-
-    def __init__(self, runner: Runner, place: Place) -> None:
-        self.runner = runner
-        self.place = place
-        self.cost = CostModel()

@@ -35,8 +35,8 @@ from umad.errors import ModelFailed, UmadError
 from umad.serve import child, libraries, logs
 from umad.serve.booking import Booking
 from umad.serve.lifeline import end_with
+from umad.serve.loaded import Load
 from umad.serve.main import check_config
-from umad.serve.worker import Load
 from umad.settings import Settings
 
 MESSAGE_BYTES: Final = 16 << 10  # an error map with its details, at most

@@ -240,6 +240,7 @@ METHODS: Final[Mapping[str, Method]] = {
         thread=_optional(COUNT, 0),
         held=_optional(BYTES),
         baseline=_optional(BYTES),
+        bursts=_optional(SIZES),
         guard=_optional(FLAG, False),
         account=_optional(COUNT),
         guard_off=_optional(TEXT),
