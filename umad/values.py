@@ -334,6 +334,11 @@ class Lease:
         """The sum over the parts."""
         return sum(size for _, size in self.parts)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Of a model, or a program, that is in memory and was not given back."""
+        return self.kind is LeaseKind.LOAD and self.state is LeaseState.COMMITTED
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:

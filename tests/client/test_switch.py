@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.client.conftest import Daemon
+from tests.daemon.running import eventually
 from umad.client import connect
 
 
@@ -38,7 +39,7 @@ def test_who_is_wanted_says_so(daemon: Daemon) -> None:
         assert worker.keep()
         daemon.wait(lambda: daemon.of("keep") == [{"worker": worker.id}])
         daemon.stop()
-        assert not worker.keep()
+        eventually(lambda: not worker.keep())
 
 
 def test_a_load_says_whether_others_may_go_for_it(daemon: Daemon) -> None:

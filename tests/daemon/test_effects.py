@@ -11,6 +11,8 @@ import pytest
 from tests.daemon.running import ROOT
 from umad.daemon import effects
 from umad.daemon.effects import Effects
+from umad.errors import ProbeError
+from umad.host import procs
 from umad.host.procs import process_identity
 from umad.values import Identity
 
@@ -68,6 +70,54 @@ def test_another_process_with_the_pid_is_not_hit(child: subprocess.Popen[bytes])
     was = identity_of(child.pid)
     assert kill(Identity(child.pid, was.start_ticks - 1)) == "", "that one is gone"
     assert child.poll() is None
+
+
+def test_a_kill_needs_no_thread(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be too short for one at just that moment."""
+
+    async def act() -> None:
+        loop = asyncio.get_running_loop()
+
+        def no_thread(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(loop, "run_in_executor", no_thread)
+        made = Effects(loop, lambda _: None)
+        assert made.kill(identity_of(child.pid)) == ""
+        made.close()
+
+    before = descriptors()
+    asyncio.run(act())
+    assert child.wait(10) == -9
+    assert descriptors() == before
+
+
+def test_without_a_descriptor_a_living_process_is_not_taken_for_dead(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = identity_of(child.pid)
+    real = procs.open_pidfd
+
+    def none_left(_: Identity) -> int:
+        raise ProbeError("no descriptor is left")
+
+    async def act() -> None:
+        ended = asyncio.Event()
+        made = Effects(asyncio.get_running_loop(), lambda _: ended.set())
+        monkeypatch.setattr(procs, "open_pidfd", none_left)
+        made.watch(identity)
+        made.retry()
+        await asyncio.sleep(0)
+        assert not ended.is_set()
+        monkeypatch.setattr(procs, "open_pidfd", real)
+        made.retry()
+        child.kill()
+        await asyncio.wait_for(ended.wait(), 10)
+        made.close()
+
+    asyncio.run(act())
 
 
 def test_who_is_gone_needs_no_signal(child: subprocess.Popen[bytes]) -> None:

@@ -217,6 +217,7 @@ class Worker:
         before = process_bytes()
         give_back(self._account)
         freed = max(before - process_bytes(), 0)
+        hold.ended = True
         self._client.end(hold, leaked=False)
         return freed
 
@@ -276,7 +277,8 @@ class Worker:
         if answer is None or binding is None:
             return Burst(self._client, Hold(self._client.mailbox, 0, None, 0, size))
         hold = self._hold_of(binding, answer, size)
-        self._bursts = [*(one for one in self._bursts if not one.ended), hold]
+        with self._client.lock:
+            self._bursts = [*(one for one in self._bursts if not one.ended), hold]
         return Burst(self._client, hold)
 
     def progress(self, stage: str, ratio: float) -> None:
@@ -420,9 +422,9 @@ class Worker:
             for burst, again in zip(bursts, answer.get("bursts", ()), strict=False):
                 burst.generation = link.generation
                 burst.lease, burst.token = (again["lease"], again["token"]) if again else (None, 0)
-        for burst in bursts:
-            if burst.ended:  # meanwhile, when there was nothing yet to give back
-                self._client.mailbox.put(Ended(burst, leaked=False))
+        for each in bursts if hold is None else [hold, *bursts]:
+            if each.ended:  # meanwhile, when there was nothing yet to give back
+                self._client.mailbox.put(Ended(each, leaked=False))
         self._client.changed()
 
     def is_bound_to(self, link: Link, worker: int | None = None) -> bool:
@@ -555,6 +557,10 @@ class Worker:
             except DaemonUnavailable:
                 if binding.link.alive:  # only late: the books may hold it, so it must be voided
                     raise
+            again = self._bound(client.timeout_s)
+            if again is not None and again.link.generation == binding.link.generation:
+                client.call_on(again.link, "commit", {**lease, "measured": measured})
+                return self._hold_of(again, lease, measured)
         # The daemon restarted while we loaded: the new one knows nothing of it.  Book what is
         # there; throwing away minutes of loading would help nobody.
         booking.binding, booking.lease = self._bound(client.timeout_s), None

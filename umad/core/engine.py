@@ -91,7 +91,8 @@ class Engine:
         if client is None:
             return []
         for queue in self.state.queues:
-            queue.pop_connection(connection)
+            for waiter in queue.pop_connection(connection):
+                grants.waits_no_more(self.state, waiter.worker)
         for key in client.workers:
             member = self.state.members[key]
             member.client = None
@@ -135,12 +136,7 @@ class Engine:
         handler = requests.HANDLERS.get(method)
         if handler is None:
             raise UnknownMethod(f"the daemon has no method {method!r}")
-        if call.client.permission < METHODS[method]:
-            settings = self.state.settings.daemon
-            raise AccessDenied(
-                f"uid {call.client.peer.uid} may only read; join the group {settings.group!r} "
-                f"to call {method!r}"
-            )
+        self.check_allowed(call.client.id, method)
         actions = list(handler(self.state, call))
         if method in ("register", "adopt"):
             self._search_s = call.now_s
@@ -151,6 +147,20 @@ class Engine:
             actions.extend(switching.reconcile(self.state, call.now_s))
             actions.extend(grants.moved(self.state))
         return actions
+
+    def check_allowed(self, connection: int, method: str) -> None:
+        """Pass where a connection's peer may call a method.
+
+        Raises:
+            AccessDenied: it may not.
+        """
+        client = self.state.clients[connection]
+        if client.permission < METHODS.get(method, client.permission):
+            settings = self.state.settings.daemon
+            raise AccessDenied(
+                f"uid {client.peer.uid} may only read; join the group {settings.group!r} "
+                f"to call {method!r}"
+            )
 
     def reconfigure(self, settings: Settings, now_s: float) -> list[Action]:
         """Go by other settings from now on; budgets follow at the next look."""
@@ -427,7 +437,7 @@ class Engine:
                 yield from membership.leave(state, member, "connection lost", now_s)
         for queue in state.queues:
             for waiter in queue.pop_expired(now_s):
-                self._waiting_no_more(waiter.worker)
+                grants.waits_no_more(state, waiter.worker)
                 yield from grants.give_up(state, waiter, now_s)
         yield from self._served(now_s)
         yield from switching.reconcile(state, now_s)
@@ -447,11 +457,6 @@ class Engine:
                 member.leaking = True
                 self.state.counters["leaks"] += 1
                 yield membership.event("leaking", member, "warning", held_bytes=releasing)
-
-    def _waiting_no_more(self, worker: int) -> None:
-        member = self.state.members[worker]
-        if member.state == "waiting":
-            member.state = "registered"
 
     def _served(self, now_s: float) -> Iterator[Action]:
         """Whoever can be served now is served."""
@@ -510,4 +515,4 @@ _FREEING: Final = frozenset(
         "resume",
     }
 )
-_QUEUEING: Final = frozenset({"reserve", "init_lock", "keep"})
+_QUEUEING: Final = frozenset({"reserve", "init_lock", "keep", "drain"})

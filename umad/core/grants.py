@@ -134,7 +134,7 @@ def ask(state: State, queue: Queue, waiter: Waiter, now_s: float) -> Iterator[Ac
             return
     error = denied(state, waiter, now_s)
     before = [one for one in queue if one.priority >= waiter.priority]
-    if error is None and all(_may_be_passed(state, one, now_s) for one in before):
+    if error is None and all(switching.may_be_passed(state, one, now_s) for one in before):
         yield _pass(state, waiter, before, now_s)
         return
     if error is None:
@@ -153,7 +153,7 @@ def pump(state: State, now_s: float) -> Iterator[Action]:
         before: list[Waiter] = []
         least: dict[str, int] = {}  # what did not fit: nor does more of the same pool
         for waiter in list(queue):
-            if not all(_may_be_passed(state, one, now_s) for one in before):
+            if not all(switching.may_be_passed(state, one, now_s) for one in before):
                 break
             pool = waiter.parts[0][0]
             if waiter.bytes >= least.get(pool, waiter.bytes + 1):
@@ -165,6 +165,7 @@ def pump(state: State, now_s: float) -> Iterator[Action]:
                 yield _pass(state, waiter, before, now_s)
             elif isinstance(error, NeverFits):  # the budget shrank meanwhile
                 queue.remove(waiter)
+                waits_no_more(state, waiter.worker)
                 yield from _refuse(state, waiter, error)
             else:
                 before.append(waiter)
@@ -173,10 +174,11 @@ def pump(state: State, now_s: float) -> Iterator[Action]:
                     least[pool] = waiter.bytes
 
 
-def _may_be_passed(state: State, waiter: Waiter, now_s: float) -> bool:
-    """Bounded in count and time, so that the large are not starved by the small."""
-    leases = state.settings.leases
-    return waiter.passed < leases.overtake_max and now_s - waiter.since_s < leases.overtake_s
+def waits_no_more(state: State, worker: int) -> None:
+    """A worker has left the line without a grant."""
+    member = state.members[worker]
+    if member.state == "waiting":
+        member.state = "registered"
 
 
 def _pass(state: State, waiter: Waiter, before: list[Waiter], now_s: float) -> Reply:

@@ -12,6 +12,8 @@ from umad.core import grants
 from umad.core.actions import Action, Event, OpenAccount, Reply, SetLimit, Watch
 from umad.core.state import (
     ACCOUNTS_MAX,
+    OUTSIDE_PER_USER_MAX,
+    PROCESSES_MAX,
     WORKERS_PER_CONNECTION_MAX,
     Client,
     Member,
@@ -89,7 +91,9 @@ def register(state: State, call: Call) -> Iterator[Action]:
         raise WorkerRevoked(
             f"worker {params['model']!r} was over its quota and revoked before the daemon restarted"
         )
-    if old is not None and old.worker.identity == identity and old.client is None:
+    mine = old is not None and old.worker.identity == identity and old.client is None
+    # A program that others put under quota does not free itself: its launcher speaks for it.
+    if old is not None and mine and _speaks_for(call, state.processes[identity]):
         yield from _rejoin(state, call, old)
         return
     if old is not None and old.state != "leaving":
@@ -99,6 +103,7 @@ def register(state: State, call: Call) -> Iterator[Action]:
             retry_after_s=1.0,
         )
     _check_outside(call, process)
+    _check_crowd(state, call, process)
     worker = new_worker(state, params, identity, peak)
     held = params.get("held")
     process = yield from _entered(state, call, process)
@@ -147,6 +152,28 @@ def _burst(state: State, call: Call, worker: Worker, size: int) -> dict[str, int
     parts = ((worker.pool, size),)
     lease = state.ledger.reserve(worker.id, LeaseKind.BURST, parts, call.now_s + ttl_s)
     return {"lease": lease.id, "token": lease.token} if isinstance(lease, Lease) else None
+
+
+def _speaks_for(call: Call, process: Process) -> bool:
+    if call.outsider is None:
+        return not process.outside
+    return process.launcher == call.client.peer.identity
+
+
+def _check_crowd(state: State, call: Call, process: Process | None) -> None:
+    """Bounds on processes, each of which costs descriptors; and a model has one user's instances.
+
+    What its forwards took is kept by the model's name: nobody else may add to that.
+    """
+    uid, model = call.client.peer.uid, call.params["model"]
+    if process is None:
+        outside = sum(one.outside and one.uid == uid for one in state.processes.values())
+        if len(state.processes) >= PROCESSES_MAX or outside >= OUTSIDE_PER_USER_MAX:
+            raise Overloaded(f"{len(state.processes)} processes are registered, too many")
+    for member in state.members.values():
+        theirs = state.processes[member.worker.identity].uid
+        if member.worker.model == model and member.state != "leaving" and uid not in (0, theirs):
+            raise NameTaken(f"model {model!r} is registered by uid {theirs}; choose another name")
 
 
 def _check_outside(call: Call, process: Process | None) -> None:
@@ -280,10 +307,24 @@ def set_quota(state: State, call: Call) -> Iterator[Action]:
     member = _named(state, call)
     quota, worker = call.params["quota"], member.worker
     check_fits(state, worker.pool, quota)
+    under_way = [
+        *(waiter.bytes for waiter in state.loads if waiter.worker == worker.id),
+        *(
+            lease.bytes
+            for lease in state.ledger.of_worker(worker.id)
+            if lease.kind is LeaseKind.LOAD and lease.state is LeaseState.RESERVED
+        ),
+    ]
+    if any(quota > size for size in under_way):  # what is booked for it would be too little
+        raise Overloaded(
+            f"worker {worker.name!r} is being loaded within {format_bytes(min(under_way))}; ask "
+            "again when it has loaded",
+            retry_after_s=1.0,
+        )
     for lease in state.ledger.of_worker(worker.id):
         if member.settling is not None and quota <= lease.bytes:
             continue  # its peak counts still
-        if lease.kind is LeaseKind.LOAD and lease.state is LeaseState.COMMITTED:
+        if lease.is_loaded:
             more = ((worker.pool, quota - lease.bytes),)
             error = None
             if quota > lease.bytes:
@@ -328,6 +369,8 @@ def end_lease(state: State, lease: Lease) -> None:
     """A lease ends by word; a worker without a load can load again."""
     state.ledger.release(lease)
     member = state.members[lease.worker]
+    if lease.kind is LeaseKind.LOAD:
+        member.settling = None
     if lease.kind is LeaseKind.LOAD and member.state in ("loading", "ready", "draining"):
         member.state, member.measured, member.draining = "registered", None, None
 

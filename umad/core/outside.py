@@ -93,7 +93,7 @@ def reconfigured(state: State, old: Settings) -> Iterator[Action]:
                 continue
             quota, peak, worker = table.quota, table.peak_bytes, member.worker
             size = quota if member.settling is None else peak
-            for lease in state.ledger.of_worker(worker.id):
+            for lease in filter(lambda one: one.is_loaded, state.ledger.of_worker(worker.id)):
                 state.ledger.resize(lease, size)
             member.worker = replace(worker, quota=quota, peak=peak, priority=table.priority)
             yield membership.event(
@@ -186,7 +186,7 @@ def settle(state: State, now_s: float) -> Iterator[Action]:
                 continue
             if member.settling.seen(held, member.worker.quota, now_s):
                 member.settling, member.state = None, "ready"
-                [lease] = state.ledger.of_worker(key)
+                [lease] = (one for one in state.ledger.of_worker(key) if one.is_loaded)
                 kept = state.ledger.resize(lease, member.worker.quota)
                 yield membership.event(
                     "loaded", member, measured_bytes=held, booked_bytes=kept.bytes

@@ -152,7 +152,7 @@ def _process(state: State, process: Process) -> dict[str, Any]:
         "limit": books.limit,
         "unclaimed": sum(process.unclaimed.values()),
         "verdict": verdict,
-        "guard_off": process.guard_off,
+        "guard_off": process.guard_off[:80],
     }
 
 

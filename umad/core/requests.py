@@ -70,6 +70,8 @@ def reserve(state: State, call: Call) -> Iterator[Action]:
             f"{format_bytes(waiter.bytes)} is above the peak that worker {member.worker.name!r} "
             f"registered with, {format_bytes(member.worker.peak)}"
         )
+    for older in state.loads.pop_worker(member.worker.id):  # its caller has given up
+        yield from grants.give_up(state, older, call.now_s)
     member.state = "waiting"
     yield from grants.ask(state, state.loads, waiter, call.now_s)
     if member.state == "waiting" and waiter not in state.loads:

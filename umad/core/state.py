@@ -36,9 +36,12 @@ from umad.values import (
 
 WORKERS_PER_CONNECTION_MAX = 64
 LEASES_PER_WORKER_MAX = 4096
+PROCESSES_MAX = 1024
+OUTSIDE_PER_USER_MAX = 64  # programs that were registered by another process
 ACCOUNTS_MAX = 63  # slots of an account page (guard/page.h)
 QUEUE_MAX = 1024
 EVENTS_KEPT = 256
+NAMES_TOLD_MAX = 8
 
 
 @dataclass(slots=True)
@@ -239,8 +242,11 @@ class State:
         return sum(sum(process.unclaimed.values()) for process in self.processes.values())
 
     def names(self, process: Process) -> tuple[str, ...]:
-        """The process's workers' names, sorted."""
-        return tuple(sorted(self.members[key].worker.name for key in process.members))
+        """The process's workers' names, sorted; of very many the first, and how many more."""
+        names = sorted(self.members[key].worker.name for key in process.members)
+        if len(names) > NAMES_TOLD_MAX:
+            names[NAMES_TOLD_MAX:] = [f"and {len(names) - NAMES_TOLD_MAX} more"]
+        return tuple(names)
 
     def books(self) -> Iterator[ProcessBooks]:
         """The books of each process."""

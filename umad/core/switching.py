@@ -26,8 +26,9 @@ def reconcile(state: State, now_s: float) -> Iterator[Action]:
     """Bring who is asked to go into line with who waits.
 
     1. who has missed its deadline, or lost its connection, is asked no more;
-    2. who was to go for somebody that does not wait any more is let off;
-    3. for each of the first loads that wait, in order, as many as it needs are asked.
+    2. who was to go for somebody that does not wait any more, or must not load, is let off;
+    3. for each of the first loads that wait, in order, as many as it needs are asked; not for
+       those behind one that may not be passed.
     """
     waiting = {waiter.worker for waiter in state.loads}
     for member in list(state.members.values()):
@@ -40,13 +41,21 @@ def reconcile(state: State, now_s: float) -> Iterator[Action]:
             member.missed_s = now_s
             state.counters["evictions_missed"] += 1
             yield from spare(member, "evict_missed", "warning")
-        elif draining.rival is not None and draining.rival not in waiting:  # 2
+        elif draining.rival is not None and (state.drained or draining.rival not in waiting):  # 2
             yield from spare(member, "evict_cancelled")
     if state.drained or state.relief.closed_s is not None or state.recovering(now_s):
         return
     for waiter in itertools.islice(state.loads, PLANNED_MAX):  # 3
         if waiter.evict:
             yield from _make_room(state, waiter, now_s)
+        if not may_be_passed(state, waiter, now_s):
+            break
+
+
+def may_be_passed(state: State, waiter: Waiter, now_s: float) -> bool:
+    """Bounded in count and time, so that the large are not starved by the small."""
+    leases = state.settings.leases
+    return waiter.passed < leases.overtake_max and now_s - waiter.since_s < leases.overtake_s
 
 
 def drain(
@@ -110,6 +119,9 @@ def wanted(state: State, member: Member, now_s: float) -> Iterator[Action]:
     rival = None if draining is None else draining.rival
     waiter = next((one for one in state.loads if one.worker == rival), None)
     if waiter is None:
+        return
+    if state.drained:  # nobody loads: nobody has to go for it
+        yield from spare(member, "evict_cancelled")
         return
     found = _plan(state, waiter, now_s, spared=member)
     if found is not None and found.at_s <= now_s:

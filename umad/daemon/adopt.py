@@ -103,7 +103,10 @@ class Adoptions:
             programs = [self._program(one) for one in kept["programs"]]
         except FileNotFoundError:
             return ""
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UmadError) as error:
+        except (
+            *(OSError, ValueError, KeyError, TypeError, AttributeError),
+            *(RecursionError, UmadError),
+        ) as error:
             return f"cannot use {self._file}: {error}"
         self._units = {str(one["unit"]): one for one in units}
         self._programs = {one[0].identity: one for one in programs}
@@ -116,17 +119,21 @@ class Adoptions:
         text = json.dumps(kept) if any(kept.values()) else ""
         if text == self._written:
             return ""
-        self._written = text
+        temporary: Path | None = None
         try:
             if not text:
                 self._file.unlink(missing_ok=True)
-                return ""
-            fd, temporary = tempfile.mkstemp(prefix=f".{_NAME}-", dir=self._file.parent)
-            with os.fdopen(fd, "w") as file:
-                file.write(text)
-            Path(temporary).replace(self._file)
+            else:
+                fd, name = tempfile.mkstemp(prefix=f".{_NAME}-", dir=self._file.parent)
+                temporary = Path(name)
+                with os.fdopen(fd, "w") as file:
+                    file.write(text)
+                temporary.replace(self._file)
         except OSError as error:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
             return f"cannot write {self._file}: {error.strerror}"
+        self._written = text
         return ""
 
     def adopted(self, params: Params) -> None:

@@ -8,6 +8,7 @@ uses its parent's connection is noticed.
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -16,7 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
-from umad.errors import AccessDenied, RemoteProtocolError, UmadError
+from umad.errors import (
+    AccessDenied,
+    LocalProtocolError,
+    Overloaded,
+    RemoteProtocolError,
+    UmadError,
+)
 from umad.host import peercred
 from umad.values import Peer
 from umad.wire.connection import Connection, State
@@ -92,10 +99,18 @@ class Channel:
         error: Mapping[str, Any] | None = None,
         fd: int | None = None,
     ) -> None:
-        """Answer a request, with a file descriptor; nothing happens on a closed connection."""
-        if not self._closed:
+        """Answer a request, with a file descriptor; nothing happens on a closed connection.
+
+        An answer that no message holds is an error of its asker's, not the end of the daemon.
+        """
+        if self._closed:
+            return
+        try:
             data = self.connection.send_response(request, result=result, error=error)
-            self._send(data, fd)
+        except LocalProtocolError as problem:
+            refused = Overloaded(f"the answer does not fit into a message: {problem.message}")
+            data = self.connection.send_response(request, error=refused.to_wire())
+        self._send(data, fd)
 
     def take_fd(self) -> int | None:
         """The file descriptor that the peer sent last; the caller closes it."""
@@ -103,9 +118,10 @@ class Channel:
         return fd
 
     def notify(self, method: str, params: Mapping[str, Any]) -> None:
-        """Tell the peer something, if it has said hello."""
+        """Tell the peer something, if it has said hello; what no message holds is not told."""
         if not self._closed and self.connection.state is State.READY:
-            self._send(self.connection.send_notification(method, params))
+            with contextlib.suppress(LocalProtocolError):
+                self._send(self.connection.send_notification(method, params))
 
     def close(self, why: str = "") -> None:
         """End the connection, whatever state it is in."""

@@ -7,7 +7,6 @@ only tells what would have been done.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -32,6 +31,10 @@ class Doer(Protocol):
         """No more interest."""
         ...
 
+    def retry(self) -> None:
+        """Watch those whom it could not before."""
+        ...
+
     def kill(self, identity: Identity) -> str:
         """SIGKILL it; returns what went wrong, or nothing."""
         ...
@@ -52,7 +55,14 @@ class Effects:
         self._loop = loop
         self._exited = exited
         self._pidfds: dict[Identity, int] = {}
+        self._unwatched: set[Identity] = set()
         self._releasing = 0
+
+    def retry(self) -> None:
+        """Watch those for whom no descriptor was left."""
+        again, self._unwatched = self._unwatched, set()
+        for identity in again:
+            self.watch(identity)
 
     def watch(self, identity: Identity) -> None:
         """Open the pidfd; a process that has ended meanwhile is reported at once."""
@@ -61,13 +71,17 @@ class Effects:
         try:
             pidfd = procs.open_pidfd(identity)
         except ProbeError:
-            self._loop.call_soon(self._exited, identity)
+            if procs.is_alive(identity):  # no descriptor is left: its end is seen by the looks
+                self._unwatched.add(identity)
+            else:
+                self._loop.call_soon(self._exited, identity)
             return
         self._pidfds[identity] = pidfd
         self._loop.add_reader(pidfd, self._ended, identity)
 
     def unwatch(self, identity: Identity) -> None:
         """Close the pidfd."""
+        self._unwatched.discard(identity)
         pidfd = self._pidfds.pop(identity, None)
         if pidfd is not None:
             self._loop.remove_reader(pidfd)
@@ -99,10 +113,17 @@ class Effects:
         """
         if self._releasing >= RELEASING_MAX:
             return
-        with contextlib.suppress(OSError):  # no descriptor is left
+        try:
             own = os.dup(pidfd)
-            self._releasing += 1
-            self._loop.run_in_executor(None, _release_memory, own).add_done_callback(self._released)
+        except OSError:  # no descriptor is left
+            return
+        try:
+            done = self._loop.run_in_executor(None, _release_memory, own)
+        except RuntimeError:  # no thread can be started, as may be when memory is short
+            os.close(own)
+            return
+        self._releasing += 1
+        done.add_done_callback(self._released)
 
     def _released(self, _done: object) -> None:
         self._releasing -= 1

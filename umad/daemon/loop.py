@@ -218,6 +218,7 @@ class Daemon:
                 part = self._recording.part(channel.id, params["part"], self._loop.time())
                 channel.respond(message.id, part)
                 return
+            self.engine.check_allowed(channel.id, message.method)  # before anything is read
             process: ProcessReading | None = None
             outsider = self._outsider(channel, message.method, params)
             if outsider is not None:
@@ -236,7 +237,8 @@ class Daemon:
             self._keep_adoptions(message.method, params, actions)
         if message.method in MOVES_A_LIMIT:
             self._pacer.hurry()
-        if message.method == "release" and len(self.engine.state.loads):
+        answered = any(isinstance(action, Reply) for action in actions)
+        if message.method == "release" and answered and len(self.engine.state.loads):
             self._tick()  # who waits for these bytes gets them when a look has seen them go
         if message.method == "status":
             return
@@ -297,6 +299,7 @@ class Daemon:
         snapshot = self._probe.confirm(snapshot, self.engine.limits())
         self._tell_if_unknown(snapshot.pools[SYSTEM_POOL].safe.problem)
         self._pages.settle()
+        self._effects.retry()
         accounts = dict(self._pages.figures(self.engine.state.members))
         self._do(self.engine.observe(snapshot, self._loop.time(), accounts))
         for outsider, wanted in self._adoptions.due(self.engine.state, self._loop.time()):

@@ -216,10 +216,13 @@ class FamilyFinder:
         units = self._units(table, found, never, roots)
         if any(units.values()):
             found = search(units=units)
-        return {
+        result = {
             root: frozenset(one for one in members if self._may_be(one, roots[root]))
             for root, members in found.items()
         }
+        if any(result.values()):
+            self._seen = None  # who asked may not take them over, and asks again
+        return result
 
     def _newest(self) -> bytes:
         """The pid that was given out last; nothing where that cannot be told."""

@@ -123,7 +123,10 @@ class History:
         """The model is of this shape; what is kept of another is forgotten."""
         with self._lock:
             if self._shapes.get(model) != shape:
+                self._shapes.pop(model, None)
                 self._shapes[model] = shape
+                if len(self._shapes) > HISTORY_MODELS_MAX:
+                    del self._shapes[next(iter(self._shapes))]
                 self._news.pop(model, None)
                 self._of(model).shape = shape
 

@@ -308,7 +308,8 @@ class Engine:
                 log.warning("books.waiting", code=error.code, reason=error.message)
                 state = ModelState("waiting", error=error.to_wire(), retry_after_s=pause_s)
                 for model in self._settings.models:
-                    for instance in range(model.instances):
+                    begun = len(self._threads.get(model.name, ()))  # those speak for themselves
+                    for instance in range(begun, model.instances):
                         self._report(model.name, instance, state)
                 self._stopping.wait(pause_s)
         return None

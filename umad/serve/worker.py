@@ -161,7 +161,9 @@ class ModelThread(Instance):
             except UmadError as error:
                 log.warning("model.quota_refused", model=self.name, reason=error.message)
                 return False
-        self._model = self._on = model
+        self._model = model
+        if self._on is old:  # else it is where it may be, and its next load begins anew
+            self._on = model
         self._queue.wake()
         return True
 
@@ -482,7 +484,7 @@ class ModelThread(Instance):
 
     def _on_evict(self, told: Mapping[str, Any]) -> None:
         """Called by the client's listener: go, after the job at work."""
-        if not self._serving:
+        if self._worker is None or not self._worker.held_bytes:
             return  # there is nothing to unload
         self._go(str(told.get("reason") or "the daemon wants its memory"))
         self._say("draining")
@@ -532,8 +534,8 @@ class ModelThread(Instance):
             job.cancelled = True
             self._queue.answer(job, error=revoked)
         self._queue.wake()
-        if self._seat is not None:
-            self._seat.leave()  # who waits for this model hears of it now
+        if (seat := self._seat) is not None:
+            seat.leave()  # who waits for this model hears of it now
         check = threading.Timer(STUCK_AFTER_S, self._find_stuck, (job, self._cpu_s()))
         check.daemon = True
         check.start()
