@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -56,8 +57,8 @@ def run() -> list[Figure]:
         with daemon.client() as client:
             for index in range(5):
                 client.worker(f"far{index}", quota="1900MiB")
-            far = shares(daemon.pid, *rivals.values())
-            tick_us = median(ticks_us(daemon.pid))
+            far, ticks = watch(SECONDS, daemon.pid, *rivals.values())
+            tick_us = median(ticks)
             assert daemon.status()["pace"]["reason"] == "ease"
         for index in range(5):
             near = subprocess.Popen(
@@ -67,7 +68,7 @@ def run() -> list[Figure]:
             )
             stack.callback(near.communicate)
         eventually(lambda: daemon.status()["workers_total"] == 5)
-        near_share = shares(daemon.pid)[daemon.pid]
+        near_share = watch(min(SECONDS, 60), daemon.pid)[0][daemon.pid]
         assert daemon.status()["pace"]["reason"] == "near_limit"
         ours, rss = far[daemon.pid], rss_mib(daemon.pid)
         beside = {name: far[pid] for name, pid in rivals.items()}
@@ -100,22 +101,19 @@ def run() -> list[Figure]:
     ]
 
 
-def shares(*pids: int) -> dict[int, float]:
-    """Percent of a core that each takes, over ``SECONDS``."""
-    threading.Event().wait(2)  # starting up is not watching
-    before = {pid: cpu_s(pid) for pid in pids}
-    threading.Event().wait(SECONDS)
-    return {pid: 100 * (cpu_s(pid) - used) / SECONDS for pid, used in before.items()}
-
-
-def ticks_us(pid: int) -> list[float]:
-    """CPU time of the daemon in each of so many windows as long as its interval: one tick each."""
+def watch(seconds: float, *pids: int) -> tuple[dict[int, float], list[float]]:
+    """Percent of a core that each takes; and of the first, CPU us in windows of one tick each."""
     pause = threading.Event()
-    taken = [cpu_s(pid)]
-    while len(taken) <= SECONDS / TICK_S / 2:
+    pause.wait(2)  # starting up is not watching
+    before = {pid: cpu_s(pid) for pid in pids}
+    began_s = time.monotonic()
+    taken = [before[pids[0]]]
+    while time.monotonic() - began_s < seconds:
         pause.wait(TICK_S)
-        taken.append(cpu_s(pid))
-    return [1e6 * (later - earlier) for earlier, later in pairwise(taken)]
+        taken.append(cpu_s(pids[0]))
+    passed_s = time.monotonic() - began_s
+    shares = {pid: 100 * (cpu_s(pid) - used) / passed_s for pid, used in before.items()}
+    return shares, [1e6 * (later - earlier) for earlier, later in pairwise(taken)]
 
 
 def cpu_s(pid: int) -> float:

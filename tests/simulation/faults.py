@@ -72,7 +72,7 @@ def lost_wake_up() -> Iterator[None]:
 @contextmanager
 def boundless_passing() -> Iterator[None]:
     """The small pass the large for ever."""
-    with patch.object(grants, "_may_be_passed", lambda *_: True):
+    with patch.object(switching, "may_be_passed", lambda *_: True):
         yield
 
 

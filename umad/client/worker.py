@@ -119,6 +119,11 @@ class Worker:
         return None if binding is None else binding.worker
 
     @property
+    def loaded(self) -> bool:
+        """It has a model."""
+        return self._kept.live() is not None
+
+    @property
     def held_bytes(self) -> int:
         """What the loaded model was measured to hold; 0 without one."""
         hold = self._kept.live()

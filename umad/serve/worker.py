@@ -484,7 +484,7 @@ class ModelThread(Instance):
 
     def _on_evict(self, told: Mapping[str, Any]) -> None:
         """Called by the client's listener: go, after the job at work."""
-        if self._worker is None or not self._worker.held_bytes:
+        if self._worker is None or not self._worker.loaded:
             return  # there is nothing to unload
         self._go(str(told.get("reason") or "the daemon wants its memory"))
         self._say("draining")
