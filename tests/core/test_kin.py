@@ -105,8 +105,8 @@ def test_what_a_dead_process_leaves_behind_stays_booked_until_it_is_gone(drive: 
     drive.look({7: 400 * MB})
     assert drive.kills() == [70]
     assert shown(drive)["verdict"] == "killed"
-    drive.look({7: 400 * MB})
-    assert drive.booked() == 400 * MB
+    drive.look({7: 150 * MB})
+    assert drive.booked() == 150 * MB, "it is dying"
     drive.now_s += 0.02
     search(drive, {7: set()})
     assert drive.booked() == 0

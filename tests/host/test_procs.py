@@ -285,8 +285,10 @@ def test_sampling_while_processes_come_and_go():
         while time.monotonic() < until_s:
             names = (name for name in psutil.pids() if name > 2)
             identities = [each for each in map(process_identity, names) if each is not None]
+            before_s = time.thread_time()
             snapshot = probe.sample(identities, time.monotonic())
-            longest_s = max(longest_s, snapshot.duration_s)
+            # Of this thread alone: how long the storm and the machine keep it waiting is theirs.
+            longest_s = max(longest_s, time.thread_time() - before_s)
             assert snapshot.processes.keys() == set(identities)
             for reading in snapshot.processes.values():
                 seen += 1

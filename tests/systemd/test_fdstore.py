@@ -6,7 +6,7 @@ import pytest
 
 from tests.systemd.conftest import ENVIRONMENT, INSIDE, PROJECT, PYTHON, Installed
 from tests.systemd.container import wait_until
-from tests.systemd.test_units import journal, main_pid, status
+from tests.systemd.test_units import journal, kill, main_pid, status
 from umad.guard import preload
 
 pytestmark = [pytest.mark.systemd, pytest.mark.root, pytest.mark.slow]
@@ -41,7 +41,8 @@ def test_a_killed_daemon_finds_the_pages_again(umad: Installed) -> None:
     assert [one["guard"] for one in processes(umad)] == [True]
     assert umad.show("umad", "NFileDescriptorStore") == "1"
     # It cannot come back by itself, as if it were in a long call with the interpreter's lock.
-    umad.run(f"kill -STOP {worker}; systemctl kill --signal=KILL umad")
+    umad.run(f"kill -STOP {worker}")
+    kill(umad)
     wait_until(lambda: bool(events(umad, "page_found")), 10.0, "the page")
     wait_until(lambda: not status(umad)["recovering"], 10.0, "the end of the recovery")
     state = status(umad)
@@ -65,7 +66,7 @@ def test_the_page_of_a_process_that_died_meanwhile_is_dropped(umad: Installed) -
     umad.drop_in("umad.service", "[Service]\nRestartSec=1s\n")
     umad.unit("standin.service", STANDIN)
     umad.run("systemctl start umad standin")
-    umad.run("systemctl kill --signal=KILL umad standin")
+    kill(umad, beside="standin")
     wait_until(lambda: bool(events(umad, "page_dropped")), 10.0, "the word of the page")
     assert processes(umad) == []
     wait_until(

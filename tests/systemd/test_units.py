@@ -27,8 +27,15 @@ ExecStart={PYTHON} {INSIDE}/tests/systemd/standin.py standin 32
 
 
 def hello(umad: Installed, *methods: str, user: str | None = None) -> list[Any]:
-    """The answers to a hello and to further requests."""
-    return [json.loads(line) for line in umad.python("hello.py", *methods, user=user).splitlines()]
+    """The answers to a hello and to further requests.
+
+    Raises:
+        ConnectionError: the daemon could not be reached, or ended before it answered.
+    """
+    said = umad.python("hello.py", *methods, user=user).splitlines()
+    if said and said[-1].startswith("E"):
+        raise ConnectionError(said[-1])
+    return [json.loads(line) for line in said]
 
 
 def status(umad: Installed) -> dict[str, Any]:
@@ -48,6 +55,17 @@ def said(umad: Installed) -> str:
 
 def main_pid(umad: Installed, unit: str = "umad.service") -> int:
     return int(umad.show(unit, "MainPID"))
+
+
+def restart(umad: Installed) -> None:
+    umad.run("systemctl restart umad")
+
+
+def kill(umad: Installed, beside: str = "") -> None:
+    """SIGKILL for the daemon, which is gone when this returns: it can answer nobody any more."""
+    pid = main_pid(umad)
+    gone = f"while kill -0 {pid} 2> /dev/null; do :; done"
+    umad.run(f"systemctl kill --signal=KILL umad {beside}; {gone}")
 
 
 def strict(umad: Installed, swappiness: int, vfs_cache_pressure: int) -> None:
@@ -144,7 +162,7 @@ def test_a_killed_daemon_is_back_on_the_same_socket(umad: Installed) -> None:
     umad.run("systemctl start umad")
     generation = hello(umad)[0]["generation"]
     socket = umad.machine.path(SOCKET).stat().st_ino
-    umad.run("systemctl kill --signal=KILL umad")
+    kill(umad)
     # this client comes while nobody is there, and waits in the socket for the next daemon
     assert hello(umad)[0]["generation"] == generation + 1
     assert umad.machine.path(SOCKET).stat().st_ino == socket
@@ -153,7 +171,7 @@ def test_a_killed_daemon_is_back_on_the_same_socket(umad: Installed) -> None:
 def test_a_killed_daemon_is_back_before_anybody_asks(umad: Installed) -> None:
     umad.run("systemctl start umad")
     killed = main_pid(umad)
-    umad.run("systemctl kill --signal=KILL umad")
+    kill(umad)
     wait_until(
         lambda: main_pid(umad) not in (0, killed) and umad.show("umad", "ActiveState") == "active",
         2.0,
@@ -242,8 +260,8 @@ def test_a_restart_of_the_daemon_leaves_workers_running_and_the_books_right(
     before = books()
     assert [one["pid"] for one in before[0]] == [worker]
     assert before[1][0][1] > 32 << 20
-    for action in ("restart", "kill --signal=KILL"):
-        umad.run(f"systemctl {action} umad")
+    for again in (restart, kill):
+        again(umad)
         wait_until(lambda: books() == before, 2.0, "the same books")
         assert main_pid(umad, "standin.service") == worker
 

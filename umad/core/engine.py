@@ -243,9 +243,9 @@ class Engine:
         found = breaches(books, state.accounts(), snapshot)  # 3
         for breach in found:
             process = state.processes[breach.identity]
-            opened = state.watchdog.open(
-                breach, enforcement.blamed(state, breach), process.comm, now_s
-            )
+            names = enforcement.blamed(state, breach)
+            booked = sum(map(state.ledger.booked_by, process.members))
+            opened = state.watchdog.open(breach, names, process.comm, booked, now_s)
             if opened is not None:
                 actions.extend(enforcement.carry_out(state, opened, now_s))
         for verdict in state.watchdog.judge(found, snapshot, now_s):
@@ -384,7 +384,7 @@ class Engine:
                 {"pid": identity.pid, "workers": ",".join(names), "freed_bytes": freed},
             )
         else:
-            yield enforcement.stopped(self.state, case, freed, now_s)
+            yield enforcement.stopped(self.state, case, max(freed, case.booked), now_s)
         yield Unwatch(identity)
 
     def _remove(self, key: int) -> None:

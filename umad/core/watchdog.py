@@ -26,11 +26,16 @@ from umad.values import Identity, Snapshot
 
 @dataclass(slots=True)
 class Case:
-    """One process in breach.  All times are monotonic seconds; only the Watchdog writes here."""
+    """One process in breach.  All times are monotonic seconds; only the Watchdog writes here.
+
+    ``booked``: bytes in the books for the whole process when the case opened.  While it dies they
+    shrink with what is seen of it, so that its end alone does not tell what came back.
+    """
 
     breach: Breach
     workers: tuple[str, ...]
     comm: str
+    booked: int
     revoked_s: float
     due_s: float
     killed_s: float | None = None
@@ -111,7 +116,7 @@ class Watchdog:
         return self._cases.get((identity, worker))
 
     def open(
-        self, breach: Breach, workers: tuple[str, ...], comm: str, now_s: float
+        self, breach: Breach, workers: tuple[str, ...], comm: str, booked: int, now_s: float
     ) -> Revoke | None:
         """Rule 1.  None when there is a case already; a worse breach brings its end forward."""
         due_s = breach.taken_s + self.deadline_s(breach)
@@ -120,7 +125,7 @@ class Watchdog:
             if case.killed_s is None and due_s < case.due_s:
                 case.breach, case.due_s, case.looked = breach, due_s, False
             return None
-        case = Case(breach, workers, comm, now_s, due_s)
+        case = Case(breach, workers, comm, booked, now_s, due_s)
         self._cases[breach.key] = case
         return Revoke(case)
 
