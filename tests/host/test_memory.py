@@ -1,16 +1,19 @@
+import re
 import statistics
 import subprocess
 import time
 
 import pytest
 
-from umad.host.memory import (
+from tests.data import machine_tree
+from umad.host.meminfo import (
+    MeminfoParser,
     parse_meminfo,
-    reserve_default,
     residual,
     system_available,
     system_ceiling,
 )
+from umad.host.memory import reserve_default
 from umad.host.procs import process_identity
 from umad.units import GIB, MIB
 
@@ -96,6 +99,26 @@ def test_c01_the_page_cache_counts_as_free_and_pinned_cache_does_not(tmp_path, p
 def test_damaged_meminfo_is_refused(data):
     with pytest.raises(ValueError, match=r".+"):
         parse_meminfo(data)
+    parser = MeminfoParser()
+    parser(meminfo(1000, 200, 500, Dirty=3))
+    with pytest.raises(ValueError, match=r".+"):
+        parser(data)
+    assert parser(meminfo(1000, 201, 500, Dirty=4))["MemFree"] == 201 * KIB
+
+
+def test_what_is_read_again_and_again_is_read_as_the_first_time(machine):
+    """By the pattern that was made of the file before, and by none where the lines have changed."""
+    parser = MeminfoParser()
+    files = [(machine(name) / "proc/meminfo").read_bytes() for name in machine_tree.NAMES]
+    for data in (*files, *reversed(files)):
+        less = re.sub(rb"(MemFree: +|Cached: +)[0-9]", rb"\g<1>0", data)
+        for text in (data, data, less, data.replace(b"Dirty", b"D?rty\xff")):
+            whole = parse_meminfo(text)
+            found = parser(text)
+            assert found.keys() <= whole.keys()
+            assert found == {key: whole[key] for key in found}
+            assert residual(found) == residual(whole)
+            assert system_available(found) == system_available(whole)
 
 
 def test_a_line_that_matters_is_not_lost(tmp_path, probing):

@@ -1,11 +1,7 @@
-"""The machine's memory: meminfo, and the probe that makes the snapshot.
+"""The machine's memory: the probe that makes the snapshot.
 
-Owns the formulas for what may be handed out.  Rules: MemAvailable, never MemFree or SwapFree; a
-figure that contradicts itself is reported and never enlarges what may be handed out.
+Rules: a figure that contradicts itself is reported and never enlarges what may be handed out.
 Stays out: umad's own reserve (the engine subtracts it), and every decision.
-
-Source of the formulas: Documentation/filesystems/proc.rst of the kernel, and the sizes that
-amdgpu, TTM and KFD enforce.
 """
 
 import re
@@ -19,6 +15,7 @@ from umad.host.family import Joint
 from umad.host.files import LARGEST, KernelFile, Unreadable, inside, parsed
 from umad.host.gpu import GpuProbe
 from umad.host.look import Look, Tally
+from umad.host.meminfo import MeminfoParser, residual, system_available, system_ceiling
 from umad.host.pressure import Pressure, parse_psi
 from umad.host.procs import ProcessTable, with_shared_once
 from umad.host.zones import ZoneProbe
@@ -32,7 +29,6 @@ from umad.values import (
     Snapshot,
 )
 
-_LINE: Final = re.compile(r"^([^:\n]+): +([0-9]+)( kB)?$", re.MULTILINE)
 _AVAILABLE: Final = re.compile(rb"^MemAvailable: +([0-9]+) kB$", re.MULTILINE)
 _SHOWN: Final = {
     "GPUActive": "gpu_active",
@@ -41,79 +37,8 @@ _SHOWN: Final = {
     "NvMapMemUsed": "nvmap_used",
 }
 _GLANCED_MAX: Final = 32  # a glance must stay cheap: larger families are left to the looks
-_NEEDED: Final = ("MemTotal", "MemFree", "MemAvailable")
-_LISTED: Final = (
-    "Buffers",
-    "Cached",
-    "SwapCached",
-    "AnonPages",
-    "Slab",
-    "KernelStack",
-    "PageTables",
-    "SecPageTables",
-    "Percpu",
-    "GPUActive",
-    "GPUReclaim",
-    "Hugetlb",
-)
-
-
 # Lines that no kernel stops showing, and without which more could be handed out than is there.
 _LASTING: Final = frozenset({"CmaFree", "Dirty", "Writeback", "GPUActive", "GPUReclaim"})
-_PARTS: Final = (*_LISTED, "MemFree", "MemAvailable", "NvMapMemUsed", *sorted(_LASTING))
-
-
-def parse_meminfo(data: bytes) -> dict[str, int]:
-    """Read /proc/meminfo.
-
-    Returns:
-        Bytes by name; the HugePages_* counts stay counts.
-
-    Raises:
-        ValueError: a line that is none, or MemTotal, MemFree or MemAvailable missing or absurd.
-    """
-    lines = _LINE.findall(data.decode("ascii", "replace"))
-    if len(lines) != data.count(b"\n") or not data.endswith(b"\n"):
-        odd = [
-            line for line in data.decode("ascii", "replace").splitlines() if not _LINE.match(line)
-        ]
-        raise ValueError(f"line {odd[0][:40]!r}" if odd else "the last line is cut short")
-    figures = {key: int(size) * 1024 if unit else int(size) for key, size, unit in lines}
-    missing = [name for name in _NEEDED if name not in figures]
-    if missing:
-        raise ValueError(f"no {missing[0]}")
-    total = figures["MemTotal"]
-    if not 0 < total < LARGEST:
-        raise ValueError(f"MemTotal is {total} bytes")
-    absurd = [key for key in _PARTS if figures.get(key, 0) > total]
-    if absurd:
-        raise ValueError(f"{absurd[0]} is more than MemTotal")
-    return figures
-
-
-def system_ceiling(meminfo: Mapping[str, int]) -> int:
-    """What the kernel could hand out to a process at most, in bytes >= 0.
-
-    With the GPU pages it can take back, without the CMA pages that few allocations may use.
-    """
-    return max(
-        0,
-        meminfo["MemAvailable"] + meminfo.get("GPUReclaim", 0) - meminfo.get("CmaFree", 0),
-    )
-
-
-def system_available(meminfo: Mapping[str, int]) -> int:
-    """``system_ceiling`` less the pages that must be written first, in bytes >= 0.
-
-    MemAvailable counts dirty page cache as reclaimable; it is, but not within a tick.
-    """
-    return max(0, system_ceiling(meminfo) - meminfo.get("Dirty", 0) - meminfo.get("Writeback", 0))
-
-
-def residual(meminfo: Mapping[str, int]) -> int:
-    """Bytes in use that no line of meminfo owns up to (GPU pages before Linux 7.1); signed."""
-    listed = sum(meminfo.get(key, 0) for key in _LISTED)
-    return meminfo["MemTotal"] - meminfo["MemFree"] - listed
 
 
 def reserve_default(mem_total: int) -> int:
@@ -135,6 +60,7 @@ class MachineProbe:
         self._clock = clock or MonotonicClock()
         keep = root == "/"
         self._meminfo = KernelFile(inside(root, "proc/meminfo"), keep=keep)
+        self._parse_meminfo = MeminfoParser()
         self._lasting: frozenset[str] = frozenset()
         self._psi = KernelFile(inside(root, "proc/pressure/memory"), keep=keep)
         self._psi_seen: tuple[bytes, Pressure] | None = None
@@ -246,7 +172,7 @@ class MachineProbe:
     def check(self) -> list[str]:
         """What cannot be read on this machine, one text each; empty when nothing."""
         try:
-            parsed(self._meminfo.path, self._meminfo.read(), parse_meminfo)
+            parsed(self._meminfo.path, self._meminfo.read(), self._parse_meminfo)
         except Unreadable as error:
             return [f"memory cannot be read: {error}"]
         problem = self._gpu.problem(self._look(self._clock.now_s()))
@@ -280,7 +206,7 @@ class MachineProbe:
     def _look(self, now_s: float) -> Look:
         """A new look, with what meminfo says."""
         try:
-            meminfo = parsed(self._meminfo.path, self._meminfo.read(), parse_meminfo)
+            meminfo = parsed(self._meminfo.path, self._meminfo.read(), self._parse_meminfo)
             if lost := self._lasting - meminfo.keys():
                 raise Unreadable(self._meminfo.path, f"no {min(lost)}; it was there before")
         except Unreadable as error:

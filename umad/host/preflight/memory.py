@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from umad.host.files import Unreadable, inside, read_as
-from umad.host.memory import MachineProbe, parse_meminfo
+from umad.host.meminfo import parse_meminfo
+from umad.host.memory import MachineProbe
 from umad.host.preflight.finding import Finding
 from umad.host.virtual import Surroundings, read_surroundings, virtual_memory
 from umad.units import format_bytes
