@@ -1,4 +1,4 @@
-"""Bytes and durations as people write them, and back again.
+"""Bytes and durations as people write them, and back again; text that is safe to show them.
 
 Owns the one parser for sizes (configuration, command line, DRM fdinfo) and the one for
 durations.  Rules: text carries its unit, a bare number is refused unless the caller names the
@@ -120,6 +120,11 @@ def format_duration(seconds: float) -> str:
     if abs(seconds) < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def printable(text: str) -> str:
+    """Without what speaks to a terminal: the names of programs, and of files, are anybody's."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _split(text: str, what: str, example: str) -> tuple[Fraction, str]:

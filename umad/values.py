@@ -331,8 +331,9 @@ class Lease:
 
     @property
     def bytes(self) -> int:
-        """The sum over the parts."""
-        return sum(size for _, size in self.parts)
+        """The sum over the parts, nearly always one."""
+        parts = self.parts
+        return parts[0][1] if len(parts) == 1 else sum(size for _, size in parts)
 
     @property
     def is_loaded(self) -> bool:

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umad.units import UnitError, format_bytes, format_duration, parse_bytes, parse_duration
+from umad.units import (
+    UnitError,
+    format_bytes,
+    format_duration,
+    parse_bytes,
+    parse_duration,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +84,7 @@ def test_bytes_for_people() -> None:
 def test_durations_for_people() -> None:
     shown = [format_duration(value) for value in (85e-6, 0.0042, 1.5, 720, 11160, float("inf"))]
     assert shown == ["85 us", "4.2 ms", "1.5 s", "12 min", "3.1 h", "inf"]
+
+
+def test_what_speaks_to_a_terminal_is_not_shown() -> None:
+    assert printable("Zürich 7 日本\u202e\x1b[2J\n\r\x9b\udcff") == "Zürich 7 日本??[2J????"

@@ -1,19 +1,24 @@
 """A hot switch between two models that do not fit beside each other, over a bare load of one.
 
 From the call for the model that is not loaded to its first answer: the other one is asked to go,
-unloads, its bytes are seen to be back, this one loads and answers.  For the rival the other one
-has gone before.  What a load costs beyond plain from_pretrained is another benchmark's (load).
+unloads, its bytes are seen to be back, this one loads and answers.  For the first rival the other
+one has gone before; the second is plain from_pretrained, which books and copies nothing: what a
+load costs beyond that is in it, and told apart by another benchmark (load).
 """
 
 import gc
+import json
 import shutil
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_load import JOB, make
+from tests.bench.bench_load import JOB, make, plain
+from tests.bench.engine import as_engine
 from tests.bench.figures import Figure, ratio
 from tests.daemon.running import CONFIG, Daemon, eventually
 
@@ -30,31 +35,30 @@ def run() -> list[Figure]:
         text = CONFIG.format(socket=Path(folder) / "umad.sock", more=AT_ONCE)
         daemon = Daemon(Path(folder), text=text).start()
         try:
-            ours, theirs = _interleaved(daemon, paths)
+            taken = as_engine(__name__, str(daemon.socket), *map(str, paths))
         finally:
             daemon.stop()
+    ours, free_s, plain_s = taken
+    figure = "hot switch to the first answer, over"
     return [
-        ratio(
-            "switch",
-            "hot switch to the first answer, over a load into free memory",
-            ours,
-            theirs,
-            1.1,
-        )
+        ratio("switch", f"{figure} a load into free memory", ours, free_s, 1.1),
+        ratio("switch", f"{figure} plain from_pretrained to its answer", ours, plain_s, 1.1),
     ]
 
 
-def _interleaved(daemon: Daemon, paths: list[Path]) -> tuple[list[float], list[float]]:
+def _interleaved(socket: str, paths: list[Path]) -> tuple[list[float], ...]:
     import torch
 
+    from umad.client import connect
     from umad.client.memory import settle
     from umad.serve.jobs import JobQueue
-    from umad.serve.loader import load
+    from umad.serve.libraries import bring
     from umad.serve.worker import ModelThread
     from umad.settings import ModelSettings
 
+    load = bring()
     torch.set_num_threads(2)
-    with daemon.client() as client:
+    with connect(socket) as client:
         queues = []
         for path in paths:
             model = ModelSettings(
@@ -66,33 +70,41 @@ def _interleaved(daemon: Daemon, paths: list[Path]) -> tuple[list[float], list[f
             thread.settled.wait(30)
             queues.append((queue, thread))
 
-        def timed(at: int) -> float:
+        def timed(work: Callable[[], None]) -> float:
             gc.collect()
             began_s = time.perf_counter()
-            _ask(queues[at][0])
+            work()
             return time.perf_counter() - began_s
+
+        def one() -> None:
+            _ask(queues[0][0])
+
+        def two() -> None:
+            _ask(queues[1][0])
 
         def goes(at: int) -> None:
             name = paths[at].name
             client.call("evict", {"name": name})
-            eventually(lambda: _booked(daemon, name) < QUOTA // 10)
+            eventually(lambda: _booked(client, name) < QUOTA // 10)
 
-        timed(0), timed(1)  # the first imports
+        one(), two()  # the first imports
+        plain(paths[0])
         settle()  # as the engine does after its imports
-        ours, theirs = [], []
+        ours, free_s, plain_s = [], [], []
         for _ in range(PAIRS):
-            ours.append(timed(0))  # 1 goes
+            ours.append(timed(one))  # two goes
+            plain_s.append(timed(lambda: plain(paths[0])))
             goes(0)
-            theirs.append(timed(1))
+            free_s.append(timed(two))
         for _, thread in queues:
             thread.stop()
             thread.join()
-    return ours, theirs
+    return ours, free_s, plain_s
 
 
-def _booked(daemon: Daemon, name: str) -> int:
+def _booked(client: Any, name: str) -> int:
     """What the books hold for it; a few MiB may come back with other pages only."""
-    workers = daemon.status()["workers"]
+    workers = client.call("status")["workers"]
     return int(next(one["booked"] for one in workers if one["name"] == name))
 
 
@@ -109,3 +121,7 @@ def _ask(queue: Any) -> None:
     queue.put(Job("bench", JOB, time.monotonic() + 60, reply))
     answered.wait(90)
     assert errors == [None], errors
+
+
+if __name__ == "__main__":
+    print(json.dumps(_interleaved(sys.argv[1], [Path(path) for path in sys.argv[2:]])))

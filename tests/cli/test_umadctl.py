@@ -69,6 +69,21 @@ def test_workers_processes_and_the_queue_fit_80_columns() -> None:
     assert "not set up: vm.swappiness" in text
 
 
+def test_what_programs_call_themselves_is_shown_as_text() -> None:
+    drive = Drive(engine())
+    drive.connect(7)
+    worker = drive.call(7, "register", model="a", quota=MB, guard_off="\x1b[2Jno")["worker"]
+    drive.call(7, "reserve", worker=worker)
+    drive.tell(7, "progress", worker=worker, stage="\x1b[3J", ratio=0.5)
+    [process] = drive.engine.state.processes.values()
+    process.comm = "[red]\x1b]0;x\x07"
+    drive.look({7: MB})
+    text = shown(drive)
+    assert "[red]?]0;x?" in text
+    assert "?[3J 50%" in text
+    assert "?[2Jno" in text
+
+
 def test_what_is_unknown_is_a_question_mark_and_a_revoked_process_stands_out() -> None:
     drive = Drive(engine())
     drive.loaded(7, "greedy", 100 * MB)

@@ -93,6 +93,17 @@ def test_unload_gives_memory_back_before_it_says_so(daemon, client):
         assert len(daemon.of("release")) == 2
 
 
+def test_a_model_without_bytes_is_loaded_too(daemon, client, monkeypatch):
+    monkeypatch.setattr("umad.client.worker.process_bytes", lambda: 7)
+    with client.worker("llama", quota="64MiB") as worker:
+        assert not worker.loaded
+        model = worker.load(Model)
+        assert worker.held_bytes == 0
+        assert worker.loaded
+        del model
+        assert not worker.loaded
+
+
 def test_a_dropped_model_is_released_once_and_counted(daemon, client):
     with client.worker("llama", quota="64MiB") as worker:
         model = worker.load(Model)
@@ -346,6 +357,47 @@ def test_a_restart_in_the_middle_of_a_load_books_what_was_loaded(daemon, client)
         model.weights = b""
         worker.unload()
         assert (daemon.booked, daemon.leaked) == (0, 0)
+
+
+def test_a_connection_that_is_lost_during_a_load_leaves_its_booking(daemon, client):
+    with client.worker("llama", quota="64MiB") as worker:
+
+        def loader():
+            daemon.cut()
+            return Model()
+
+        model = worker.load(loader)
+        assert worker.held_bytes == daemon.booked >= 7 * MIB
+        client.call("ping")
+        assert len(daemon.of("reserve")) == 1
+        assert daemon.of("unregister") == [], "the daemon took it back with its booking"
+        model.weights = b""
+        worker.unload()
+        assert (daemon.booked, daemon.leaked) == (0, 0)
+
+
+def test_an_unload_while_the_daemon_takes_the_worker_back_leaves_nothing_booked(daemon, client):
+    begun, go = threading.Event(), threading.Event()
+
+    def register(params):
+        begun.set()
+        assert go.wait(5)
+        return daemon.do_register(params)
+
+    with client.worker("llama", quota="64MiB") as worker:
+        model = worker.load(Model)
+        daemon.stop()
+        daemon.leases.clear()
+        daemon.handlers["register"] = register
+        daemon.start()
+        assert begun.wait(5)
+        model.weights = b""
+        worker.unload()
+        go.set()
+        daemon.wait(lambda: len(daemon.of("register")) == 2)
+        assert daemon.of("register")[1]["held"]
+        daemon.wait(lambda: daemon.booked == 0)
+        assert daemon.leaked == 0
 
 
 def test_a_release_without_a_daemon_is_made_up_for(daemon, client):

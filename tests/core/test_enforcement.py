@@ -157,6 +157,24 @@ def test_a_fenced_worker_that_leaves_by_itself_is_no_case_any_more(drive: Drive)
     assert not list(drive.engine.state.watchdog.cases)
 
 
+def test_a_fenced_worker_that_was_cut_off_still_gives_its_slot_back(drive: Drive) -> None:
+    two(drive)
+    drive.look({7: 500 * MB}, accounts={1: figures(400 * MB), 2: figures(100 * MB)})
+    drive.now_s += 0.012
+    drive.look({7: 110 * MB}, accounts={1: figures(400 * MB, 395 * MB), 2: figures(100 * MB)})
+    fresh = drive.call(7, "register", model="greedy", quota=MB, guard=True)
+    drive.engine.disconnected(7, drive.now_s)
+    drive.connect(7)
+    again = {"model": "greedy", "quota": 300 * MB, "guard": True}
+    assert drive.call(7, "register", **again, account=0)["worker"] == 1
+    assert isinstance(drive.refused(7, "admit", worker=1, bytes=MB), WorkerRevoked)
+    back = drive.call(7, "register", **again, account=fresh["account"])
+    assert back["worker"] == fresh["worker"], "who took its name is another"
+    drive.call(7, "unregister", worker=1)
+    drive.look({7: 110 * MB}, accounts={2: figures(100 * MB)})
+    assert drive.call(7, "register", model="next", quota=MB, guard=True)["account"] == 0
+
+
 def test_after_a_restart_a_worker_keeps_its_slot(drive: Drive) -> None:
     drive.connect(7)
     answer = drive.call(

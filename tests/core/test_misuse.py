@@ -4,6 +4,7 @@ import pytest
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity, peer
+from umad.core import membership
 from umad.core.access import Permission
 from umad.core.actions import Notify
 from umad.errors import NameTaken, Overloaded
@@ -113,3 +114,44 @@ def test_a_model_has_the_instances_of_one_user(drive: Drive) -> None:
     drive.call(8, "register", model="llama", quota=MB)
     assert isinstance(drive.refused(9, "register", model="llama", instance=9, quota=MB), NameTaken)
     drive.call(7, "register", model="llama", instance=1, quota=MB)  # root may
+
+
+def test_processes_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "PROCESSES_MAX", 2)
+    program(drive)
+    drive.connect(8)
+    drive.call(8, "register", model="a", quota=MB)
+    drive.connect(9)
+    error = drive.refused(9, "register", model="b", quota=MB)
+    assert isinstance(error, Overloaded)
+    assert "2 processes are registered" in error.message
+    drive.call(8, "register", model="c", quota=MB)  # one that is known costs nothing more
+    drive.exit(8)
+    drive.call(9, "register", model="b", quota=MB)
+
+
+def test_programs_of_one_user_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "OUTSIDE_PER_USER_MAX", 1)
+    program(drive)
+    child = Outsider(identity(71), "other", 0, identity(7))
+    more = {"model": "q", "quota": MB, "process": 71, "outsider": child}
+    error = drive.refused(7, "register", **more)
+    assert isinstance(error, Overloaded)
+    assert "1 programs of uid 0" in error.message
+    drive.call(7, "register", model="a", quota=MB)  # by its own word
+    drive.connect(8, uid=1000)
+    drive.engine.state.clients[8].permission = Permission.WORKER
+    theirs = Outsider(identity(72), "theirs", 1000, identity(8))
+    drive.call(8, "register", model="r", quota=MB, process=72, outsider=theirs)
+    drive.exit(70)
+    drive.look({7: 0})
+    drive.call(7, "register", **more)
+
+
+def test_whose_child_it_is_speaks_for_a_program_again(drive: Drive) -> None:
+    held = program(drive)
+    drive.engine.disconnected(7, drive.now_s)
+    drive.connect(7)
+    again = drive.call(7, "register", model="p", quota=MB, process=70, outsider=PROGRAM)
+    assert drive.events() == ["rejoined"]
+    assert (again["worker"], again["lease"]) == (held["worker"], held["lease"])

@@ -163,10 +163,11 @@ class Raw:
         return self.answer(key)
 
     def answer(self, key: int) -> Any:
-        while True:
-            for message in self.wire.feed(self.socket.recv(65536)):
+        while data := self.socket.recv(65536):
+            for message in self.wire.feed(data):
                 if isinstance(message, Response) and message.id == key:
                     return message.error or message.result
+        raise ConnectionError("the daemon closed the connection")
 
     def closed_within(self, seconds: float) -> bool:
         """The daemon ends this connection, whatever it says before."""

@@ -6,6 +6,7 @@ The units are cgroups that the tests make; tests/systemd/test_adopt.py has those
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from tests.core.fakes import engine
 from tests.daemon.running import CONFIG, ROOT, Daemon, Raw, alive, eventually
 from umad.daemon.adopt import Adoptions
 from umad.host.procs import process_stat
 from umad.units import MIB
+from umad.wire.messages import check_params
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -199,6 +202,67 @@ def test_what_a_killed_daemon_watched_the_next_one_watches(daemon: Daemon, unit:
     assert member.wait(10) == -9
 
 
+CAPTIVE = (
+    "import json, sys\n"
+    "from pathlib import Path\n"
+    "from tests.daemon.running import Raw\n"
+    "for line in sys.stdin:\n"
+    "    method, params = json.loads(line)\n"
+    "    with Raw(Path(sys.argv[1])) as raw:\n"
+    "        print(json.dumps(raw.call(method, **params)), flush=True)\n"
+)
+
+
+def test_a_restart_frees_no_program_and_takes_its_launcher_back(daemon: Daemon) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", CAPTIVE, str(daemon.socket)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def it_asks(method: str, **params: Any) -> Any:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write(json.dumps([method, params]) + "\n")
+        program.stdin.flush()
+        return json.loads(program.stdout.readline())
+
+    def it_cannot_free_itself(key: int) -> None:
+        own = {"model": "program", "quota": 300 * MIB}
+        assert it_asks("register", **own)["code"] == "name_taken"
+        assert it_asks("register", **own, held=MIB)["code"] == "name_taken"
+        assert it_asks("register", model="other", quota=300 * MIB)["code"] == "name_taken"
+        assert it_asks("unregister", worker=key)["code"] == "access_denied"
+        assert it_asks("disown", name="program")["code"] == "lease_not_found"
+        assert daemon.booked() == 300 * MIB
+
+    registration = {"model": "program", "quota": 300 * MIB, "process": program.pid}
+    try:
+        with Raw(daemon.socket) as launcher:
+            key = launcher.call("register", **registration)["worker"]
+            lease = launcher.call("reserve", worker=key)
+            ticket = {"lease": lease["lease"], "token": lease["token"]}
+            launcher.call("commit", **ticket, measured=0)
+            it_cannot_free_itself(key)
+        daemon.kill()
+        daemon.start()
+        [kept] = daemon.status()["workers"]
+        it_cannot_free_itself(kept["id"])
+        with Raw(daemon.socket) as launcher:
+            back = launcher.call("register", **registration)
+            assert back["worker"] == kept["id"]
+            assert "lease" in back, "it need not be booked again"
+            daemon.wait_for("rejoined", worker="program")
+            it_cannot_free_itself(kept["id"])
+        eventually(lambda: it_asks("unregister", worker=kept["id"])["code"] == "access_denied")
+        assert daemon.booked() == 300 * MIB, "it hangs on no connection"
+    finally:
+        program.kill()
+        program.communicate()
+
+
 def test_who_may_register_whom(daemon: Daemon) -> None:
     child = subprocess.Popen(["sleep", "60"])
     grandchild = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
@@ -220,6 +284,27 @@ def test_who_may_register_whom(daemon: Daemon) -> None:
         for one in (child, grandchild):
             one.kill()
             one.communicate()
+
+
+@pytest.mark.root
+def test_for_whom_may_only_read_nothing_is_read(daemon: Daemon) -> None:
+    daemon.folder.chmod(0o711)
+    daemon.socket.chmod(0o666)
+    os.seteuid(65534)
+    try:
+        raw = Raw(daemon.socket)
+    finally:
+        os.seteuid(0)
+    with raw:
+        assert "pools" in raw.call("status")
+        for method, params in (
+            ("adopt", {"unit": "none-of-this-name.service"}),
+            ("register", {"process": 2**22 + 1}),
+            ("register", {}),
+        ):
+            answer = raw.call(method, model="a", quota=MIB, **params)
+            assert answer["code"] == "access_denied", "what there is on the machine is not told"
+            assert "may only read" in answer["message"]
 
 
 @pytest.mark.parametrize(
@@ -253,11 +338,40 @@ def test_a_unit_that_umad_itself_runs_in_is_never_adopted(daemon: Daemon, unit: 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"units": [{"unit": 4}], "programs": []}', '{"units": [], "programs": [{}]}'],
+    [
+        *("", "{", "[]", "[" * 100_000, "\xff"),
+        '{"units": [{"unit": 4}], "programs": []}',
+        '{"units": [], "programs": [{}]}',
+    ],
+    ids=lambda text: text[:40],
 )
 def test_a_file_that_makes_no_sense_is_told_of_and_dropped(folder: Path, text: str) -> None:
-    (folder / "outside.json").write_text(text)
+    (folder / "outside.json").write_text(text, encoding="latin-1")
     assert "cannot use" in Adoptions(folder, "/").load()
+
+
+def test_what_could_not_be_written_is_told_once_and_written_later(folder: Path) -> None:
+    state, adoptions, file = engine().state, Adoptions(folder, "/"), folder / "outside.json"
+    adoptions.adopted(check_params("adopt", {"model": "a", "unit": "a.service", "quota": MIB}))
+    assert adoptions.keep(state) == ""
+    kept = file.read_text()
+    adoptions.adopted(check_params("adopt", {"model": "b", "unit": "b.service", "quota": MIB}))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept), hard))  # the disk is full
+    try:
+        assert adoptions.keep(state) == f"cannot write {file}: File too large"
+        assert adoptions.keep(state) == "", "it is asked at every look"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_text() == kept
+    assert [one.name for one in folder.iterdir()] == ["outside.json"]
+    assert adoptions.keep(state) == ""
+    assert "b.service" in file.read_text()
+    file.unlink()
+    file.mkdir()
+    adoptions.disowned("a")
+    assert "cannot write" in adoptions.keep(state), "another reason"
+    assert [one.name for one in folder.iterdir()] == ["outside.json"]
 
 
 def test_a_program_that_has_ended_meanwhile_is_forgotten(folder: Path, daemon: Daemon) -> None:

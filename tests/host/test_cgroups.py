@@ -58,3 +58,28 @@ def test_the_cgroup_of_a_process(tmp_path: Path) -> None:
     (tmp_path / "proc/7/cgroup").write_text("4:memory:/x\n")
     assert cgroups.of_process(7, str(tmp_path)) == ""
     assert cgroups.of_process(8, str(tmp_path)) == ""
+
+
+def test_in_more_folders_than_are_looked_through_nobody_hides(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = "system.slice/llama.service"
+    for pid, path in (
+        (7, unit),
+        (31, f"{unit}/deep/deeper"),  # not among the folders that were seen
+        (32, f"{unit}-not"),
+        (33, "user.slice/user@1.service/app.slice/mine.service"),
+        (34, "top.service"),
+    ):
+        (root / f"proc/{pid}").mkdir(parents=True)
+        (root / f"proc/{pid}/cgroup").write_text(f"4:memory:/x\n0::/{path}\n")
+    (root / "proc/self").mkdir()
+    mount = next(one for one in (HYBRID, V2) if (root / one / "cgroup.procs").exists())
+    for number in range(cgroups._FOLDERS_MAX + 1):
+        group(root, mount, f"{unit}/{number}")
+    assert cgroups.pids_below(unit, str(root)) == {7, 31}
+    monkeypatch.setattr(cgroups, "_FOLDERS_MAX", 1)
+    assert cgroups.find_unit("llama.service", str(root)) == unit
+    assert cgroups.find_unit("top.service", str(root)) == "top.service"
+    assert cgroups.find_unit("mine.service", str(root)) == "", "a user's own"
+    assert cgroups.find_unit("none.service", str(root)) == ""

@@ -357,6 +357,15 @@ def test_nothing_is_searched_when_nobody_was_born(tmp_path: Path) -> None:
     assert find(finder, V) == {20: [22]}
 
 
+def test_who_was_found_and_not_taken_over_is_found_again(tmp_path: Path) -> None:
+    put(tmp_path, 10, 1, 100, "")
+    put(tmp_path, 11, 10, 110, "")
+    (tmp_path / "proc/loadavg").write_text("0.5 0.4 0.3 1/99 11\n")
+    finder = FamilyFinder(str(tmp_path))
+    assert find(finder, W) == {10: [11]}
+    assert find(finder, W) == {10: [11]}, "as when a registration asked first, and was refused"
+
+
 def test_a_process_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     put(tmp_path, 10, 1, 100, "")
     (tmp_path / "proc/11").mkdir()

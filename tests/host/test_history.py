@@ -91,6 +91,18 @@ def test_everything_is_bounded(tmp_path: Path) -> None:
     assert samples == HISTORY_MODELS_MAX
 
 
+def test_shapes_of_models_that_are_gone_are_not_kept(tmp_path: Path) -> None:
+    history = History.open(tmp_path)
+    for at in range(HISTORY_MODELS_MAX + 1):
+        history.reshape("model0", f"bf{at}")  # in use: not among the oldest
+        history.reshape(f"model{at}", f"bf{at}")
+        history.flush()  # from now on these are no news, by which they would be bounded
+    assert len(history._shapes) == HISTORY_MODELS_MAX
+    assert "model1" not in history._shapes
+    assert history._shapes["model0"] == f"bf{at}"
+    closed(history)
+
+
 def test_the_oldest_samples_go(tmp_path: Path) -> None:
     written(tmp_path, *((at, 1, 1, 0, True) for at in range(HISTORY_SAMPLES_MAX)))
     written(tmp_path, ROW)

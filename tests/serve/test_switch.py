@@ -1,6 +1,7 @@
 """Models that come and go: cold ones, hot switches, other places, new configurations."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,66 @@ def test_where_the_device_has_no_room_the_cpu_stands_in(tmp_path, daemon):
             answer = await engine.run("one", prompt="x")
             assert (answer["text"], answer["device"]) == ("x", "cpu")
             assert engine.link.status("one")["device"] == "cpu"
+
+    run(scenario())
+
+
+def test_who_stands_in_elsewhere_is_there_after_a_new_configuration_too(tmp_path, daemon):
+    pools: dict[int, str] = {}
+
+    def register(params: dict[str, Any]) -> Any:
+        answer = daemon.do_register(params)
+        pools[answer["worker"]] = params["pool"]
+        return answer
+
+    def reserve(params: dict[str, Any]) -> Any:
+        if pools[params["worker"]] == "vram":
+            raise QuotaDenied("no room in vram")
+        return daemon.grant(params["bytes"])
+
+    daemon.handlers |= {"register": register, "reserve": reserve}
+    keys = {"device": "cuda:0", "pool": "vram", "load": "request"}
+
+    def write(**more: Any) -> Path:
+        config = write_config(tmp_path, {"one": keys | more})
+        config.write_text(config.read_text() + 'fallback = ["cpu"]\n')
+        return config
+
+    async def scenario():
+        async with engine_process(write()) as engine:
+            await cold(engine)
+            assert (await engine.run("one", prompt="x"))["device"] == "cpu"
+            config = write(idle_unload="300s")
+            await engine.link.reload(read_settings(config), config.read_text())
+            assert (await engine.run("one", prompt="x"))["device"] == "cpu"
+            evict(daemon)
+            await cold(engine)
+            asked = len(daemon.of("reserve"))
+            assert (await engine.run("one", prompt="x"))["device"] == "cpu"
+            again = [pools[one["worker"]] for one in daemon.of("reserve")[asked:]]
+            assert again == ["vram", "system"], "each in its own pool"
+            assert loads(tmp_path) == ["one", "one"], "a new configuration alone loads nothing"
+
+    run(scenario())
+
+
+def test_who_is_asked_to_go_before_it_serves_goes(tmp_path, daemon):
+    draining = threading.Event()
+
+    def cost(_: dict[str, Any]) -> Any:  # asked when it is loaded, and does not serve yet
+        worker = daemon.of("reserve")[-1]["worker"]
+        daemon.tell("evict", worker=worker, reason="r", for_worker="other", deadline_s=30.0)
+        draining.wait(3)
+        return {}
+
+    daemon.handlers["cost"] = cost
+
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"one": {}})) as engine:
+            await until(lambda: engine.state("one") == "draining")
+            draining.set()
+            await cold(engine)
+            assert len(daemon.of("release")) == 1
 
     run(scenario())
 

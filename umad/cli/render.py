@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from umad.units import format_bytes, format_duration
+from umad.units import format_bytes, format_duration, printable
 
 _BAR_CELLS: Final = 20
 _STATE_STYLES: Final = {
@@ -96,7 +96,7 @@ def _workers(state: Mapping[str, Any]) -> Table:
     for worker in state["workers"]:
         shown = worker["state"]
         if shown == "loading" and worker["stage"]:
-            shown = f"{worker['stage']} {worker['ratio']:.0%}"
+            shown = f"{printable(worker['stage'])} {worker['ratio']:.0%}"
         table.add_row(
             worker["name"],
             Text(shown, style=_STATE_STYLES.get(worker["state"], "")),
@@ -117,7 +117,7 @@ def _processes(state: Mapping[str, Any]) -> Table:
     for process in state["processes"]:
         table.add_row(
             str(process["pid"]),
-            process["comm"],
+            Text(printable(process["comm"])),
             _size(process["bytes"]),
             _bar(process["bytes"], process["limit"], 10),
             _size(process["limit"]),
@@ -145,7 +145,8 @@ def _queue(state: Mapping[str, Any]) -> Table:
 def _notes(state: Mapping[str, Any]) -> Iterator[RenderableType]:
     for why in sorted({process["guard_off"] for process in state["processes"]} - {""}):
         pids = [str(one["pid"]) for one in state["processes"] if one["guard_off"] == why]
-        yield Text(f"\nguard: off in pid {', '.join(pids[:5])}: {why}", style="yellow")
+        of = ", ".join(pids[:5])
+        yield Text(f"\nguard: off in pid {of}: {printable(why)}", style="yellow")
     yield from fragmented(state["fragmentation"])
     sample = state["sample"]
     if sample is not None and sample["age_s"] > 2:

@@ -13,7 +13,7 @@ from typing import Final
 
 from umad.errors import UmadError
 from umad.guard import account
-from umad.guard.page import AccountPage
+from umad.guard.page import AccountPage, AccountReading
 
 logger = logging.getLogger("umad.client")
 
@@ -76,21 +76,22 @@ class ProcessPage:
 
     def used(self, slot: int) -> int:
         """Bytes charged to an account now, without what is kept warm for reuse."""
-        page = self._page
-        if page is None:
-            return 0
-        line = page.read(slot)
-        return max(0, line.used - line.warm)
+        line = self._read(slot)
+        return 0 if line is None else max(0, line.used - line.warm)
 
     def refused(self, slot: int) -> int:
         """How many allocations the guard has refused to an account."""
-        page = self._page
-        return 0 if page is None else page.read(slot).refused
+        line = self._read(slot)
+        return 0 if line is None else line.refused
 
     def requested(self, slot: int) -> int:
         """Bytes that the last allocation asked for which the guard refused to an account."""
-        page = self._page
-        return 0 if page is None else page.read(slot).requested
+        line = self._read(slot)
+        return 0 if line is None else line.requested
+
+    def _read(self, slot: int) -> AccountReading | None:
+        with self._lock:  # the page of a restarted daemon takes this one's place, which is closed
+            return None if self._page is None else self._page.read(slot)
 
 
 process_page: Final = ProcessPage()

@@ -279,6 +279,9 @@ class Client:
         Raises:
             DaemonUnavailable: there is none.
         """
+        link = self._link
+        if link is not None and link.alive:
+            return link
         self.wait_until(lambda: self.connected, _PATIENCE_S)
         link = self._link
         if link is None or not link.alive:

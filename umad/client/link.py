@@ -269,7 +269,7 @@ class Link:
 
     def _lead(self, waiter: "SimpleQueue[_Answer]", deadline_s: float) -> _Answer:
         while True:
-            with contextlib.suppress(Empty):
+            if not waiter.empty():  # nobody else takes from it
                 answer = waiter.get_nowait()
                 if answer is not None:
                     return answer

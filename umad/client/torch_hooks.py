@@ -1,5 +1,7 @@
 """The only part of the client that knows torch, which is imported inside functions alone."""
 
+import ctypes
+import mmap
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
 
 _MAPS: Final = Path("/proc/self/maps")
 _MAPPING: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ ([0-9]+)")
+_POPULATE_READ: Final = 22  # madvise(2), Linux 5.14; Python has no name for it yet
+_madvise: Final = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def measure(module: "torch.nn.Module") -> int:
@@ -47,9 +52,19 @@ def privatise(module: "torch.nn.Module") -> int:
                 continue
             key = (address, tensor.dtype, tensor.shape, tensor.stride())
             if key not in copies:
+                _read_in(address, min(address + tensor.nbytes, ends[index]))
                 copies[key] = tensor.detach().clone()
             tensor.data = copies[key]
     return sum(copy.nbytes for copy in copies.values())
+
+
+def _read_in(start: int, end: int) -> None:
+    """Map the pages of a file in one call: a third of what a copy costs are faults on its source.
+
+    Only faster: an older kernel, or a file that has become shorter, leaves it to the copy.
+    """
+    page = start & -mmap.PAGESIZE
+    _madvise(page, end - page, _POPULATE_READ)
 
 
 def _tensors(module: "torch.nn.Module") -> Iterator["torch.Tensor"]:

@@ -564,6 +564,7 @@ class Worker:
                     raise
             again = self._bound(client.timeout_s)
             if again is not None and again.link.generation == binding.link.generation:
+                booking.binding = again  # it was taken back with its booking
                 client.call_on(again.link, "commit", {**lease, "measured": measured})
                 return self._hold_of(again, lease, measured)
         # The daemon restarted while we loaded: the new one knows nothing of it.  Book what is

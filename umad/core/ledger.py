@@ -13,7 +13,7 @@ outside.  Rules:
   shrank, never by a grant.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -74,6 +74,7 @@ class Ledger:
         self._fence = fence
         self._pools: dict[str, Pool] = {}
         self._booked: dict[str, int] = {}
+        self._chains: dict[str, tuple[Pool, ...]] = {}  # as asked for since a pool was set
         self._leases: dict[int, Lease] = {}
         self._of_worker: dict[int, Holding] = {}
         self._next = 1
@@ -102,6 +103,7 @@ class Ledger:
         """Add a pool or change its budget; what is booked stays booked."""
         self._pools[pool.name] = pool
         self._booked.setdefault(pool.name, 0)
+        self._chains.clear()
 
     @property
     def pools(self) -> Mapping[str, Pool]:
@@ -112,13 +114,14 @@ class Ledger:
         """Bytes booked in a pool, those of pools carved from it included."""
         return self._booked[pool]
 
-    def chain(self, pool: str) -> Iterator[Pool]:
+    def chain(self, pool: str) -> tuple[Pool, ...]:
         """The pool and its parents."""
-        name: str | None = pool
-        while name is not None:
-            found = self._pools[name]
-            yield found
-            name = found.parent
+        known = self._chains.get(pool)
+        if known is None:
+            found = self._pools[pool]
+            above = () if found.parent is None else self.chain(found.parent)
+            known = self._chains[pool] = (found, *above)
+        return known
 
     def shortage(self, parts: Iterable[tuple[str, int]]) -> Shortage | None:
         """The first pool that lacks room for all parts together, or None if they fit."""

@@ -84,9 +84,9 @@ def register(state: State, call: Call) -> Iterator[Action]:
     check_fits(state, pool, peak)
     if "held" in params and not state.ledger.pools:
         raise MemoryUnknown("memory has not been read yet; register again", retry_after_s=0.5)
-    old = find(state, params["model"], instance)
     identity = client.peer.identity if call.outsider is None else call.outsider.identity
     process = state.processes.get(identity)
+    old = _fenced(state, process, params.get("account")) or find(state, params["model"], instance)
     if process is not None and params.get("account") in process.fenced:
         raise WorkerRevoked(
             f"worker {params['model']!r} was over its quota and revoked before the daemon restarted"
@@ -154,6 +154,17 @@ def _burst(state: State, call: Call, worker: Worker, size: int) -> dict[str, int
     return {"lease": lease.id, "token": lease.token} if isinstance(lease, Lease) else None
 
 
+def _fenced(state: State, process: Process | None, slot: int | None) -> Member | None:
+    """The worker that was revoked and has this slot until its thread has unwound.
+
+    When its connection was lost it comes back as the one it is, though it has no name any more:
+    as another one it could not give the slot back.
+    """
+    members = () if process is None or slot is None else process.members
+    own = (one for one in map(state.members.__getitem__, members) if one.worker.account == slot)
+    return next((one for one in own if one.revoked), None)
+
+
 def _speaks_for(call: Call, process: Process) -> bool:
     """Its own process, or the one whose child it is: the shell has proved that."""
     return call.outsider is not None or not process.outside
@@ -165,10 +176,15 @@ def _check_crowd(state: State, call: Call, process: Process | None) -> None:
     What its forwards took is kept by the model's name: nobody else may add to that.
     """
     uid, model = call.client.peer.uid, call.params["model"]
-    if process is None:
+    if process is None and len(state.processes) >= PROCESSES_MAX:
+        raise Overloaded(f"{PROCESSES_MAX} processes are registered, as many as can be; end some")
+    if call.outsider is not None:
         outside = sum(one.outside and one.uid == uid for one in state.processes.values())
-        if len(state.processes) >= PROCESSES_MAX or outside >= OUTSIDE_PER_USER_MAX:
-            raise Overloaded(f"{len(state.processes)} processes are registered, too many")
+        if outside >= OUTSIDE_PER_USER_MAX:
+            raise Overloaded(
+                f"{outside} programs of uid {uid} run under quota by another's word, as many as "
+                "one user may have; end some"
+            )
     for member in state.members.values():
         theirs = state.processes[member.worker.identity].uid
         if member.worker.model == model and member.state != "leaving" and uid not in (0, theirs):

@@ -1,10 +1,11 @@
 """The machine is below its reserve: step by step, from the mildest on.
 
 1. admission closes: nothing is granted of the machine's memory until a little more than the
-   reserve is free again;
+   reserve is free again, or the reserve has been for a while: a machine that has settled there
+   does not flutter, and would stay closed for ever;
 2. every client gives back what it keeps warm (``shrink``), again and again while it lasts;
-3. an idle model is asked to go, one at a time, where a quarter of the reserve is gone as well and
-   the step before has not helped.
+3. where that has not helped, an idle model is asked to go, one at a time, if a quarter of the
+   reserve is gone as well; if not, as many as a load that waits needs, as on any other day.
 
 Killing is not a step: it needs evidence against somebody, and that is the watchdog's.
 """
@@ -18,6 +19,7 @@ from umad.core.state import State
 from umad.units import format_bytes
 from umad.values import SYSTEM_POOL
 
+OPEN_AFTER_S: Final = 10.0
 SHRINK_AFTER_S: Final = 1.0
 SHRINK_EVERY_S: Final = 30.0
 # What was shrunk must have had the time to show.
@@ -32,13 +34,19 @@ def observe(state: State, now_s: float) -> Iterator[Action]:
     free, relief = None if reading is None else reading.safe.value, state.relief
     reserve = state.reserves.get(SYSTEM_POOL, 0)
     if free is None:
+        relief.above_s = None  # nobody knows where it was meanwhile
         return
     if relief.closed_s is None:
         if free < reserve:
-            relief.closed_s, relief.shrunk_s = now_s, None  # 1
+            relief.closed_s, relief.shrunk_s, relief.above_s = now_s, None, None  # 1
             yield _event("admission_closed", "warning", free, reserve)
         return
-    if free >= room.reopening(reserve):
+    if free < reserve:
+        relief.above_s = None
+    elif relief.above_s is None:
+        relief.above_s = now_s
+    settled = relief.above_s is not None and now_s - relief.above_s >= OPEN_AFTER_S
+    if settled or free >= room.reopening(reserve):
         relief.closed_s = None
         yield _event("admission_opened", "info", free, reserve)
         return
@@ -48,8 +56,9 @@ def observe(state: State, now_s: float) -> Iterator[Action]:
         if now_s - relief.closed_s >= SHRINK_AFTER_S:
             relief.shrunk_s = now_s
             yield from _shrink(state, free, reserve)  # 2
-    elif free * 4 < reserve * 3 and now_s - relief.shrunk_s >= EVICT_AFTER_S:
-        yield from _evict(state, now_s)  # 3
+    elif now_s - relief.shrunk_s >= EVICT_AFTER_S:
+        step = _evict if free * 4 < reserve * 3 else switching.make_room
+        yield from step(state, now_s)  # 3
 
 
 def _shrink(state: State, free: int, reserve: int) -> Iterator[Action]:

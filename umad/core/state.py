@@ -69,6 +69,7 @@ class Relief:
     """What was done for a machine below its reserve, and when (monotonic; None: not yet)."""
 
     closed_s: float | None = None  # admission is closed
+    above_s: float | None = None  # and since then the reserve has been free all the time
     shrunk_s: float | None = None
     evicted_s: float | None = None
 

@@ -28,7 +28,8 @@ def reconcile(state: State, now_s: float) -> Iterator[Action]:
     1. who has missed its deadline, or lost its connection, is asked no more;
     2. who was to go for somebody that does not wait any more, or must not load, is let off;
     3. for each of the first loads that wait, in order, as many as it needs are asked; not for
-       those behind one that may not be passed.
+       those behind one that may not be passed.  While the machine is below its reserve that is a
+       step against it, and has its turn there (``pressure``).
     """
     waiting = {waiter.worker for waiter in state.loads}
     for member in list(state.members.values()):
@@ -43,11 +44,17 @@ def reconcile(state: State, now_s: float) -> Iterator[Action]:
             yield from spare(member, "evict_missed", "warning")
         elif draining.rival is not None and (state.drained or draining.rival not in waiting):  # 2
             yield from spare(member, "evict_cancelled")
-    if state.drained or state.relief.closed_s is not None or state.recovering(now_s):
+    if state.relief.closed_s is None:
+        yield from make_room(state, now_s)  # 3
+
+
+def make_room(state: State, now_s: float) -> Iterator[Action]:
+    """Ask as many to go as the loads that wait need, unless none may begin."""
+    if state.drained or state.recovering(now_s):
         return
-    for waiter in itertools.islice(state.loads, PLANNED_MAX):  # 3
+    for waiter in itertools.islice(state.loads, PLANNED_MAX):
         if waiter.evict:
-            yield from _make_room(state, waiter, now_s)
+            yield from _make_room_for(state, waiter, now_s)
         if not may_be_passed(state, waiter, now_s):
             break
 
@@ -233,7 +240,7 @@ def _plan(state: State, waiter: Waiter, now_s: float, spared: Member | None = No
     return eviction.plan(candidates(state, rival, now_s), lacks, now_s)
 
 
-def _make_room(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
+def _make_room_for(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
     found = _plan(state, waiter, now_s)
     if found is not None and found.at_s <= now_s:
         yield from _ask(state, waiter, found, now_s)

@@ -6,6 +6,7 @@ daemon goes on with them; a unit comes under quota again whenever it runs.
 Stays out: what such a worker may hold, and when it has loaded (core/outside.py).
 """
 
+import contextlib
 import json
 import os
 import tempfile
@@ -91,6 +92,7 @@ class Adoptions:
         self._programs: dict[Identity, tuple[Outsider, Params]] = {}  # of the last daemon
         self._problems: dict[str, str] = {}  # by worker, what was told last
         self._written = ""
+        self._problem = ""  # why the file was not written at the last try
         self._due_s = 0.0
 
     def load(self) -> str:
@@ -131,9 +133,11 @@ class Adoptions:
                 temporary.replace(self._file)
         except OSError as error:
             if temporary is not None:
-                temporary.unlink(missing_ok=True)
-            return f"cannot write {self._file}: {error.strerror}"
-        self._written = text
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            was, self._problem = self._problem, f"cannot write {self._file}: {error.strerror}"
+            return "" if self._problem == was else self._problem  # each look tries it again
+        self._written, self._problem = text, ""
         return ""
 
     def adopted(self, params: Params) -> None:

@@ -27,7 +27,7 @@ from umad.errors import (
 from umad.host import peercred
 from umad.values import Peer
 from umad.wire.connection import Connection, State
-from umad.wire.messages import Notification, Request
+from umad.wire.messages import Message, Notification, Request
 
 READ_BYTES: Final = 64 * 1024
 HELLO_WITHIN_S: Final = 5.0
@@ -86,6 +86,7 @@ class Channel:
         self._server = server
         self._sock = sock
         self._out = bytearray()
+        self._held: bytearray | None = None  # answers to messages that came at once: sent at once
         self._fd: int | None = None
         self._foreign: set[int] = set()
         self._last_s = self._partial_since_s = server.loop.time()
@@ -176,6 +177,12 @@ class Channel:
         self._last_s = self._server.loop.time()
         if messages or not partial_before:
             self._partial_since_s = self._last_s
+        self._hand_on(messages)
+
+    def _hand_on(self, messages: list[Message]) -> None:
+        """To the loop; what is sent to the peer meanwhile leaves in one piece."""
+        if len(messages) > 1:
+            self._held = bytearray()
         for message in messages:
             if self._closed:
                 return
@@ -183,6 +190,7 @@ class Channel:
                 self._server.handler.request(self, message)
             elif type(message) is Notification:
                 self._server.handler.notification(self, message)
+        self._let_go()
 
     def _keep_fd(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Keep the last descriptor a peer sent; any other is closed at once."""
@@ -194,7 +202,17 @@ class Channel:
                     os.close(self._fd)
                 self._fd = fd
 
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            self._send(bytes(held))
+
     def _send(self, data: bytes, fd: int | None = None) -> None:
+        if self._held is not None:
+            if fd is None and len(self._held) + len(data) <= READ_BYTES:
+                self._held += data
+                return
+            self._let_go()
         if self._out and fd is None:
             self._out += data
             if len(self._out) > UNREAD_BYTES_MAX:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import structlog
 from logging_journald import JournaldTransport, check_journal_stream
 
-from umad.units import format_bytes, format_duration
+from umad.units import format_bytes, format_duration, printable
 
 Format = Literal["auto", "console", "json", "journal"]
 Fields = MutableMapping[str, Any]
@@ -113,8 +113,11 @@ def _in_words(_logger: object, _method: str, fields: Fields) -> str:
     stamp, level = fields.pop("timestamp"), fields.pop("level")
     event, worker = str(fields.pop("event")), fields.pop("worker", "")
     mark = {"warning": "!", "error": "!!", "critical": "!!"}.get(level, " ")
+    where = str(fields.pop("where", "")).splitlines()  # a traceback
     rest = "  ".join(f"{_word(key)}={_value(key, value)}" for key, value in fields.items())
-    return f"{stamp} umad {mark:2}{event.replace('_', ' ')} {worker}  {rest}".rstrip()
+    line = f"{stamp} umad {mark:2}{event.replace('_', ' ')} {worker}  {rest}".rstrip()
+    # What a program is called is its own choice; a line end in it would be another's line.
+    return "\n".join(map(printable, (line, *where)))
 
 
 def _word(key: str) -> str:

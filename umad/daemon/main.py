@@ -28,6 +28,7 @@ from umad.host.history import History
 from umad.host.memory import MachineProbe
 from umad.host.notify import Notifier, listen_fds
 from umad.host.pressure import measure_fill_rate
+from umad.units import printable
 from umad.values import SYSTEM_POOL
 
 DEFAULT_CONFIG: Final = Path("/etc/umad/umad.toml")
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _replay(source: Path) -> int:
     # Only now: the daemon itself has no use for it.
-    from umad.daemon.replay import printable, replay
+    from umad.daemon.replay import replay
 
     try:
         replay(source, sys.stdout)

@@ -28,7 +28,7 @@ from umad.errors import BadArchive, UmadError
 from umad.host import archive, procs
 from umad.host.memory import MachineProbe
 from umad.settings import SECTIONS, Settings
-from umad.units import MIB, format_bytes, format_duration
+from umad.units import MIB, format_bytes, format_duration, printable
 from umad.values import PoolReading, Reading
 from umad.wire.messages import check_params
 
@@ -64,11 +64,6 @@ def replay(source: Path, out: TextIO) -> None:
         except OSError as error:
             raise BadArchive(f"cannot unpack {source}: {error.strerror}") from error
         out.writelines(f"{printable(line)}\n" for line in _told(folder, source.name, about))
-
-
-def printable(text: str) -> str:
-    """Without what speaks to a terminal: names in an archive are anybody's."""
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _about(folder: Path) -> archive.About:

@@ -15,8 +15,6 @@ log = structlog.get_logger()
 class Poisoned(ModelFailed):
     """A device fault: every later call of this process would fail too (see R6 in the tests)."""
 
-    code = "model_failed"
-
 
 @contextmanager
 def translated(worker: str, during: str) -> Iterator[None]:

@@ -97,14 +97,19 @@ class Source:
         return {"local_files_only": True, "dtype": self.dtype, "use_safetensors": True, **placed}
 
 
-def read(model_class: Any, source: Source) -> Any:
+def read(model_class: Any, source: Source, **known: Any) -> Any:
     """A model of transformers with all of its weights.
+
+    Args:
+        model_class: of transformers.
+        source: its folder, and how to read it.
+        known: what was read of it already (``config``).
 
     Raises:
         ModelFailed: the files lack some; transformers would make those up by chance.
     """
     model, found = model_class.from_pretrained(
-        source.path, output_loading_info=True, **source.arguments
+        source.path, output_loading_info=True, **source.arguments, **known
     )
     missing = sorted(found["missing_keys"])
     if missing:

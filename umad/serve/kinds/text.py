@@ -121,10 +121,11 @@ class TextRunner:
         """Read it from its folder."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        if AutoConfig.from_pretrained(source.path, local_files_only=True).is_encoder_decoder:
+        config = AutoConfig.from_pretrained(source.path, local_files_only=True)
+        if config.is_encoder_decoder:
             raise ModelFailed(f"{source.path} is an encoder and a decoder, no chat model")
         tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
-        model = read(AutoModelForCausalLM, source)
+        model = read(AutoModelForCausalLM, source, config=config)
         return cls(model, tokenizer, resident(model))
 
     def bytes_needed(self, job: Job) -> int:
