@@ -300,16 +300,19 @@ class LeaseSettings:
         '"30s"',
     )
     evict_timeout: float = _set(
-        30.0, _seconds, "A model that is asked to go has this long to do so.", '"30s"'
+        30.0,
+        _seconds,
+        "A model that is asked to go has this long to do so; one at work, as long as burst_ttl.",
+        '"30s"',
     )
     residence_min: float = _set(
         30.0, _seconds, "No model is asked to go that was loaded less than this ago.", '"30s"'
     )
     rival_rest: float = _set(
-        60.0,
+        30.0,
         _seconds,
         "No model is asked to go for the same other one again within this time.",
-        '"60s"',
+        '"30s"',
     )
 
 

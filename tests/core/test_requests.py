@@ -10,6 +10,7 @@ from umad.errors import (
     Fenced,
     InvalidParams,
     LeaseNotFound,
+    MemoryUnknown,
     NameTaken,
     NeverFits,
     Overloaded,
@@ -19,6 +20,7 @@ from umad.errors import (
     WaitedTooLong,
     WorkerRevoked,
 )
+from umad.units import GIB
 
 
 @pytest.fixture
@@ -181,6 +183,19 @@ def test_a_burst_ends_with_its_forward_and_is_there_again_at_once(drive: Drive) 
     assert drive.booked() == 100 * MB  # and seen to be gone
     assert drive.engine.status(drive.now_s)["pools"][0]["free"] == free
     assert drive.engine.state.members[worker].forwards == 50
+
+
+def test_what_a_forward_gave_back_is_not_handed_out_again_below_the_reserve(drive: Drive) -> None:
+    worker = drive.loaded(7, "llama", 100 * MB)
+    burst = drive.call(7, "admit", worker=worker, bytes=500 * MB)
+    drive.call(7, "release", lease=burst["lease"], token=burst["token"])
+    drive.look({7: 600 * MB}, safe=GIB - MB)  # the machine's other tenants have grown
+    assert isinstance(drive.refused(7, "admit", worker=worker, bytes=400 * MB), QuotaDenied)
+    drive.look({7: 600 * MB}, safe=2 * GIB)
+    burst = drive.call(7, "admit", worker=worker, bytes=400 * MB)
+    drive.call(7, "release", lease=burst["lease"], token=burst["token"])
+    drive.look({7: 600 * MB}, safe=None)
+    assert isinstance(drive.refused(7, "admit", worker=worker, bytes=300 * MB), MemoryUnknown)
 
 
 def test_a_burst_expires(drive: Drive) -> None:

@@ -9,6 +9,7 @@ from tests.core.fakes import MB, engine, identity, process
 from umad.core.actions import Action, OpenAccount, SetLimit, Unwatch, Watch
 from umad.errors import Fenced, QuotaDenied, Recovering, WorkerRevoked
 from umad.values import PageFigures
+from umad.wire.messages import check_params
 
 # The budget is 2 GiB, 7 is the process whose page is found, 9 another one that asks for memory.
 BUDGET = 2048 * MB
@@ -176,3 +177,54 @@ def test_a_word_from_before_the_restart_ends_nothing_of_now() -> None:
     assert now.booked() == 100 * MB
     assert now.call(7, "init_unlock", worker=new["worker"], token=new["lock"]) == {}
     assert now.call(7, "release", lease=new["lease"], token=new["token"])["bytes"] == 100 * MB
+
+
+def test_a_forward_at_work_is_booked_again_whatever_the_budget_says() -> None:
+    drive = Drive(engine(recovering_until_s=2.5))
+    for pid in (7, 9):
+        drive.connect(pid)
+    drive.call(9, "register", model="other", quota=1000 * MB, held=900 * MB)
+    mine = {"model": "a", "quota": 1000 * MB, "held": 900 * MB, "guard": True, "baseline": 0}
+    back = drive.call(7, "register", bursts=[200 * MB, 100 * MB, 800 * MB], **mine)
+    assert back["bursts"][1] is not None
+    assert back["bursts"][2] is None  # more than the whole budget
+    assert of(drive.last, OpenAccount)[0].limit == 1300 * MB
+    assert drive.booked() == 2300 * MB
+    after_recovery(drive)
+    assert isinstance(drive.refused(9, "admit", worker=1, bytes=MB), QuotaDenied)
+    drive.now_s += 121.0  # as any other burst, it ends
+    drive.look({7: 0, 9: 0})
+    assert "lease_expired" in drive.events()
+
+
+def test_what_a_forward_gives_back_is_not_handed_out_again_in_recovery(drive: Drive) -> None:
+    drive.connect(7)
+    mine = {"model": "a", "quota": 100 * MB, "held": 100 * MB}
+    back = drive.call(7, "register", bursts=[200 * MB], **mine)
+    drive.call(7, "release", **back["bursts"][0])
+    again = {"worker": back["worker"], "bytes": 200 * MB}
+    assert isinstance(drive.refused(7, "admit", **again), Recovering)
+    after_recovery(drive, 300 * MB)
+    assert drive.call(7, "admit", **again)["bytes"] == 200 * MB
+
+
+def comes_back(drive: Drive, reading: int | None, **params: Any) -> None:
+    """A worker of 7 registers; its process holds so many bytes, or nobody can read how many."""
+    checked = check_params("register", {"quota": 1000 * MB, **params})
+    drive.engine.request(7, 1, "register", checked, drive.now_s, process(7, reading))
+
+
+@pytest.mark.parametrize("reading", [1000 * MB, None])
+def test_a_worker_without_a_model_that_comes_back_first_hides_no_bytes(
+    drive: Drive, reading: int | None
+) -> None:
+    drive.connect(7)
+    comes_back(drive, reading, model="cold")
+    comes_back(drive, 1000 * MB, model="warm", held=900 * MB, baseline=100 * MB)
+    assert drive.engine.state.processes[identity(7)].baseline == 100 * MB
+
+
+def test_a_process_that_cannot_be_read_is_believed_what_it_held_before(drive: Drive) -> None:
+    drive.connect(7)
+    comes_back(drive, None, model="warm", held=900 * MB, baseline=100 * MB)
+    assert drive.engine.state.processes[identity(7)].baseline == 100 * MB

@@ -242,6 +242,51 @@ def test_a_victim_that_misses_its_deadline_is_asked_no_more(drive):
     assert "waited 30.0 s for reserve" in error.message
 
 
+def test_who_never_goes_is_asked_more_and_more_rarely(drive):
+    model(drive, 1, 1500)
+    model(drive, 3, 1)  # its way out does not help
+    asked_s = []
+    while len(asked_s) < 9:
+        rival(drive, 2, 1200, wait_s=300.0)
+        asked_s += [drive.now_s] * bool(asked(drive))
+        drive.pass_time(2.5)
+        asked_s += [drive.now_s] * bool(asked(drive))
+    gaps = [later - sooner for sooner, later in itertools.pairwise(asked_s)]
+    assert gaps == [15.0, 25.0, 45.0, 85.0, 165.0, 325.0, 325.0, 325.0]  # and the time it had
+    drive.pass_time(5.0)
+    error = drive.answer(rival(drive, 2, 1200, wait_s=0.0))
+    assert error.message.startswith("m1 can go in 5 min: ")
+    assert error.retry_after_s == 10.0  # somebody else may make room before
+    go(drive, 1)
+    drive.look({1: 0, 2: 0, 3: 0})
+    assert drive.engine.state.named("m1").misses == 0
+
+
+def test_a_victim_at_work_has_as_long_as_a_forward_may_take(drive):
+    model(drive, 1, 1500)
+    request = rival(drive, 2, 1200, wait_s=200.0)
+    asked_s = drive.now_s
+    drive.pass_time(1.0)
+    drive.tell(1, "keep", worker=1)
+    drive.pass_time(60.0)
+    drive.tell(1, "keep", worker=1)  # once more gives no more
+    assert state_of(drive, 1) == "draining"
+    drive.pass_time(asked_s + 120.0 - drive.now_s - 0.5)
+    assert drive.events() == []
+    drive.pass_time(0.5)
+    assert drive.event("evict_missed")["worker"] == "m1"
+    assert drive.answer(request) is None
+
+
+def test_a_victim_at_work_that_people_asked_has_its_deadline(drive):
+    model(drive, 1, 1500)
+    drive.connect(9)
+    drive.call(9, "evict", name="m1")
+    drive.tell(1, "keep", worker=1)
+    drive.pass_time(5.0)
+    assert drive.event("evict_missed")["worker"] == "m1"
+
+
 def test_a_victim_that_loses_its_connection_is_asked_no_more(drive):
     model(drive, 1, 900, idle_s=1.0)
     model(drive, 3, 900)
@@ -526,7 +571,21 @@ def test_a_machine_below_its_reserve_closes_admission_shrinks_then_evicts(drive)
     assert drive.last == []
 
 
-def test_nobody_goes_for_a_rival_while_admission_is_closed(drive):
+@pytest.mark.parametrize("free", [800, 1100])  # below the reserve, and not far enough above it
+def test_models_go_for_a_rival_while_admission_is_closed(drive, free):
+    model(drive, 1, 900)
+    below(drive, 1000, at_s=0.1)
+    request = rival(drive, 2, 600)
+    assert asked(drive) == [1]
+    go(drive, 1)
+    drive.look({1: 0, 2: 0}, safe=free * MB)
+    assert drive.answer(request) is None
+    drive.look({1: 0, 2: 0}, safe=free * MB + 900 * MB)
+    assert drive.events() == ["admission_opened"]
+    assert drive.answer(request) is not None
+
+
+def test_who_is_cut_off_goes_for_nobody_while_admission_is_closed(drive):
     model(drive, 1, 900)
     drive.last = drive.engine.disconnected(1, drive.now_s)
     below(drive, 1000, at_s=0.1)

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
-from tests.simulation.run import figures, many, scenarios, shrink, story
+from tests.simulation.run import Outcome, figures, many, scenarios, shrink, story
 from tests.simulation.steps import Scenario
 
 
@@ -29,14 +29,15 @@ def main() -> int:
     if given.faults:
         usual = replace(usual, faults=frozenset(given.faults.split(",")) - {"none"})
     wanted = scenarios(given.hours, usual)
-    outcomes = []
+    outcomes: list[Outcome] = []
     for outcome in many(wanted, given.jobs):
         outcomes.append(outcome)
         if outcome.found is not None:
             print(story(shrink(outcome)), file=sys.stderr)
         print(
             f"# seed {outcome.scenario.seed}: {outcome.found or 'nothing found'}, "
-            f"{outcome.cpu_s:.1f} s",
+            f"{outcome.used / max(1, outcome.possible):.3f} in use, {outcome.cpu_s:.1f} s; "
+            f"{sum(one.at_s for one in outcomes) / 3600:.0f} h in all",
             file=sys.stderr,
             flush=True,
         )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ANSWER_SLACK_S: Final = 0.25
 SAMPLE_S: Final = 60.0
+ROUNDING_S: Final = 1e-6  # a moment plus 30 s, less that moment, is not always 30 s
 
 
 @dataclass(slots=True)
@@ -45,7 +46,9 @@ class Shadow:
     bytes: int
     load: bool
     until_s: float | None
+    token: int
     released: bool = False
+    stale: bool = False  # a word with a token of another time named it
 
 
 class Judge:
@@ -153,13 +156,14 @@ class Judge:
         if "lease" not in result or result["lease"] in self._leases:
             return
         quota = pending.ask.params["quota"]
-        shadow = Shadow(result["worker"], program.body.identity, quota, True, None)
+        owner, token = program.body.identity, result["token"]
+        shadow = Shadow(result["worker"], owner, quota, True, None, token)
         self._leases[result["lease"]] = shadow
         until_s = self.world.now_s + self.world.settings.leases.burst_ttl
         bursts = zip(pending.ask.params.get("bursts", ()), result["bursts"], strict=True)
         for size, again in bursts:  # of a forward at work
             if again is not None:
-                shadow = Shadow(result["worker"], program.body.identity, size, False, until_s)
+                shadow = Shadow(result["worker"], owner, size, False, until_s, again["token"])
                 self._leases[again["lease"]] = shadow
 
     def _locked(self, connection: int, result: Mapping[str, Any]) -> None:
@@ -179,7 +183,8 @@ class Judge:
         until_s = self.world.now_s + result["deadline_s"]
         worker = pending.ask.params["worker"]
         self._overstayed.discard(self._names[worker])
-        self._leases[lease] = Shadow(worker, program.body.identity, result["bytes"], load, until_s)
+        owner, token = program.body.identity, result["token"]
+        self._leases[lease] = Shadow(worker, owner, result["bytes"], load, until_s, token)
         active: dict[Identity, int] = {}
         for shadow in self._leases.values():
             if not shadow.released:
@@ -230,10 +235,11 @@ class Judge:
             raise Found("recovery", f"{method} was granted while former workers may return")
 
     def told(self, params: Mapping[str, Any]) -> None:
-        """``forward_done`` was taken."""
+        """``forward_done`` ends the lease it names, unless that is another one of that number."""
         shadow = self._leases.get(params.get("lease", -1))
         if shadow is not None:
-            shadow.released = True
+            stale = shadow.token != params["token"]
+            shadow.released, shadow.stale = not stale or shadow.released, stale
 
     def disconnected(self, connection: int) -> None:
         """The daemon sees a connection end."""
@@ -319,13 +325,13 @@ class Judge:
         if not rival:
             return  # pressure, or a person
         age_s = now_s - self._ready_s.get(name, -1e9)
-        if age_s < leases.residence_min:
+        if age_s < leases.residence_min - ROUNDING_S:
             raise Found("eviction", f"{name} was loaded {age_s:.1f} s ago")
         bursts = (one for one in self._leases.values() if not (one.load or one.released))
         if any(one.worker == params["worker"] for one in bursts):
             raise Found("eviction", f"{name} holds a burst")
         ago_s = now_s - self._evicted.get((name, rival), -1e9)
-        if ago_s < leases.rival_rest:
+        if ago_s < leases.rival_rest - ROUNDING_S:
             raise Found("eviction", f"{name} was to go for {rival} {ago_s:.1f} s ago already")
         self._evicted[name, rival] = now_s
 
@@ -370,7 +376,8 @@ class Judge:
             if shadow.released:
                 del self._leases[key]
             elif key not in live:
-                raise Found("books", f"lease {key}, {shadow}, is gone without a cause")
+                rule = "fenced write" if shadow.stale else "books"
+                raise Found(rule, f"lease {key}, {shadow}, is gone without a cause")
         self._progress()
 
     def _progress(self) -> None:

@@ -77,6 +77,11 @@ class Model:
         self.block = Bytes()
         self.task: Task | None = None
 
+    @property
+    def lent(self) -> int:
+        """Bytes of a burst that it has not given back by word, though they may be back."""
+        return self._burst if self.burst or self.burst_lease else 0
+
     # -------------------------------------------------------------- the demand
 
     def arrive(self) -> None:
@@ -236,6 +241,7 @@ class Model:
             batch=1,
             seconds=session.forward_s,
         )
+        self.burst_lease = {}
 
     def cut_short(self, over_s: float = 0.005) -> None:
         """A forward's burst goes back."""

@@ -190,8 +190,8 @@ class Program:
         }
         if model.state in ("ready", "serving"):
             params |= {"held": model.size, "baseline": self.body.baseline}
-            if model.burst and model.generation != self.world.generation:
-                params["bursts"] = [model.burst]
+            if model.lent and model.generation != self.world.generation:
+                params["bursts"] = [model.lent]
         if self.guarded and model.slot is not None:
             params["account"] = model.slot
         return params

@@ -35,12 +35,15 @@ Steps = Generator[Op, Any, None]
 
 
 class Task:
-    """A generator on its way; ``token`` makes wake-ups of an earlier wait void."""
+    """A generator on its way; ``token`` makes wake-ups of an earlier wait void.
 
-    __slots__ = ("parked", "program", "steps", "token")
+    It ends with ``body``, the process it runs in, though its program may start again.
+    """
+
+    __slots__ = ("body", "parked", "program", "steps", "token")
 
     def __init__(self, program: "Program", steps: Steps) -> None:
-        self.program, self.steps = program, steps
+        self.program, self.body, self.steps = program, program.body, steps
         self.token = 0
         self.parked = False
 

@@ -313,7 +313,7 @@ class World:
     ) -> None:
         """Go on with a task after what it waited for."""
         program = task.program
-        if task.token != token or not program.alive:
+        if task.token != token or task.body is not program.body or not program.alive:
             return
         if program.stopped_until_s > self.now_s:
             wait_s = program.stopped_until_s - self.now_s
@@ -336,6 +336,7 @@ class World:
     # --------------------------------------------------------------- actions
 
     def _do(self, actions: Iterable[Action]) -> None:
+        look = False
         for action in actions:
             match action:
                 case Reply(connection, request, result):
@@ -352,12 +353,14 @@ class World:
                     self.judge.killed(identity, reason)
                     self._kill(identity)
                 case Look():
-                    self.look()
+                    look = True  # once all answers are known: the judge holds the books to them
                 case OpenAccount() | SetLimit() | CloseAccount():
                     self._do_on_page(action)
                 case Event(name, _, fields):
                     self.note("event", name, dict(fields))
                     self.judge.event(name, fields)
+        if look:
+            self.look()
 
     def _do_on_page(self, action: OpenAccount | SetLimit | CloseAccount) -> None:
         key = action.identity, action.account

@@ -253,6 +253,7 @@ class Engine:
         self._forget_left()
         actions.extend(outside.settle(state, now_s))
         actions.extend(pressure.observe(state, now_s))
+        room.take_overdrawn(state, books)
         actions.extend(self._advance(now_s))  # 4, 5
         state.ledger.check()  # 6
         self._books = list(state.books()) if actions else books

@@ -265,8 +265,14 @@ def _granted(waiter: Waiter, lease: Lease, now_s: float, *, prefault: bool = Fal
 
 
 def _reclaim(state: State, waiter: Waiter, now_s: float) -> Lease | None:
-    """A burst out of what the same worker has just given back: nobody else is short by it."""
-    if waiter.what != "admit":
+    """A burst out of what the same worker has just given back: nobody else is short by it.
+
+    Unless more is used or booked than may be, or nobody knows yet: then what comes back is not
+    handed out again.
+    """
+    if waiter.what != "admit" or state.ledger.holding(waiter.worker).releasing < waiter.bytes:
+        return None
+    if state.recovering(now_s) or any(room.overdrawn(state, pool) for pool, _ in waiter.parts):
         return None
     return state.ledger.reclaim(waiter.worker, waiter.bytes, now_s + waiter.ttl_s)
 

@@ -168,12 +168,18 @@ class Ledger:
             return short
         return self._book(worker, kind, LeaseState.RESERVED, parts, deadline_s)
 
-    def restore(self, worker: int, pool: str, size: int) -> Lease:
+    def restore(
+        self, worker: int, pool: str, size: int, burst_until_s: float | None = None
+    ) -> Lease:
         """Book bytes that already exist physically, whatever the budget says.
 
-        For workers that come back after a restart of the daemon: their memory is a fact.
+        For workers that come back after a restart of the daemon: their memory is a fact, that of
+        a model or of a forward that is at work until ``burst_until_s``.
         """
-        return self._book(worker, LeaseKind.LOAD, LeaseState.COMMITTED, ((pool, size),), None)
+        kind, state = LeaseKind.LOAD, LeaseState.COMMITTED
+        if burst_until_s is not None:
+            kind, state = LeaseKind.BURST, LeaseState.RESERVED
+        return self._book(worker, kind, state, ((pool, size),), burst_until_s)
 
     def commit(self, lease: Lease, size: int) -> Lease:
         """Shrink a reserved lease to ``size`` bytes and end its deadline."""

@@ -144,14 +144,17 @@ def register(state: State, call: Call) -> Iterator[Action]:
 
 
 def _burst(state: State, call: Call, worker: Worker, size: int) -> dict[str, int] | None:
-    """Book a forward that is at work since before a restart; None where it does not fit.
+    """Book a forward that is at work since before a restart; None for more than there ever is.
 
-    It was granted then, so it fits, unless its worker says more than is true.
+    Its bytes are a fact like those of the model, whatever the budget says by now: a worker that
+    only did what it was granted must not be over its limit.  One that says more than is true
+    could as well have registered with a larger quota.
     """
-    ttl_s = state.settings.leases.burst_ttl
-    parts = ((worker.pool, size),)
-    lease = state.ledger.reserve(worker.id, LeaseKind.BURST, parts, call.now_s + ttl_s)
-    return {"lease": lease.id, "token": lease.token} if isinstance(lease, Lease) else None
+    if state.ledger.holding(worker.id).active + size > state.ledger.pools[worker.pool].budget:
+        return None
+    until_s = call.now_s + state.settings.leases.burst_ttl
+    lease = state.ledger.restore(worker.id, worker.pool, size, until_s)
+    return {"lease": lease.id, "token": lease.token}
 
 
 def _fenced(state: State, process: Process | None, slot: int | None) -> Member | None:
@@ -212,6 +215,9 @@ def _entered(state: State, call: Call, process: Process | None) -> Generator[Act
         yield Watch(process.identity)
     elif not process.members:  # its page was found before it came back
         process.baseline = _baseline(call)
+    elif "held" in call.params:  # one without a model came first, and this one's bytes looked old
+        said = _baseline(call)
+        process.baseline = min(process.baseline or said, said)  # 0: it could not be read
     return process
 
 
@@ -456,11 +462,12 @@ def _account(process: Process, wanted: int | None) -> int | None:
 def _baseline(call: Call) -> int:
     """What the process holds before its first worker; a returning one knows what it was.
 
-    Its word counts up to what is physically there: more would raise its limit.
+    Its word counts up to what is physically there: more would raise its limit.  Where that cannot
+    be read its word is all there is: with none at all it would soon be over its limit.
     """
     now = call.process.bytes.value if call.process is not None else None
     if now is None:
-        return 0
+        return int(call.params.get("baseline", 0))
     if "held" in call.params:
         return min(now, int(call.params.get("baseline", max(0, now - call.params["held"]))))
     return now

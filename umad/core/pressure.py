@@ -2,10 +2,11 @@
 
 1. admission closes: nothing is granted of the machine's memory until a little more than the
    reserve is free again, or the reserve has been for a while: a machine that has settled there
-   does not flutter, and would stay closed for ever;
+   does not flutter, and would stay closed for ever.  For who waits meanwhile idle models go as
+   ever, which makes room sooner;
 2. every client gives back what it keeps warm (``shrink``), again and again while it lasts;
-3. where that has not helped, an idle model is asked to go, one at a time, if a quarter of the
-   reserve is gone as well; if not, as many as a load that waits needs, as on any other day.
+3. an idle model is asked to go, one at a time, where a quarter of the reserve is gone as well and
+   the step before has not helped.
 
 Killing is not a step: it needs evidence against somebody, and that is the watchdog's.
 """
@@ -56,9 +57,8 @@ def observe(state: State, now_s: float) -> Iterator[Action]:
         if now_s - relief.closed_s >= SHRINK_AFTER_S:
             relief.shrunk_s = now_s
             yield from _shrink(state, free, reserve)  # 2
-    elif now_s - relief.shrunk_s >= EVICT_AFTER_S:
-        step = _evict if free * 4 < reserve * 3 else switching.make_room
-        yield from step(state, now_s)  # 3
+    elif free * 4 < reserve * 3 and now_s - relief.shrunk_s >= EVICT_AFTER_S:
+        yield from _evict(state, now_s)  # 3
 
 
 def _shrink(state: State, free: int, reserve: int) -> Iterator[Action]:

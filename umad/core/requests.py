@@ -116,6 +116,7 @@ def release(state: State, call: Call) -> Iterator[Action]:
         if lease.kind is LeaseKind.LOAD:
             yield event("leaked", member, "warning", bytes=lease.bytes)
     if lease.kind is LeaseKind.LOAD:
+        member.misses = 0
         yield event("unloaded", member, bytes=lease.bytes)
 
 

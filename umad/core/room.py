@@ -6,7 +6,7 @@ last snapshot); the smaller one binds.
 
 from collections.abc import Mapping
 
-from umad.core.audit import headroom, reserve_of
+from umad.core.audit import ProcessBooks, headroom, reserve_of
 from umad.core.ledger import Pool
 from umad.core.state import Member, State
 from umad.values import SYSTEM_POOL, PoolReading, Snapshot
@@ -49,6 +49,25 @@ def take_pressure(state: State, snapshot: Snapshot) -> None:
         state.pressed, state.pressed_s = True, snapshot.taken_s
     elif some < 50 and snapshot.taken_s - state.pressed_s >= 2.0:  # 2
         state.pressed = False
+
+
+def take_overdrawn(state: State, books: list[ProcessBooks]) -> None:
+    """Note the pools that have less than nothing, once a look: no grant makes one so."""
+    assert state.snapshot is not None, "a look comes first"
+    short: list[str] = []
+    for reading in state.snapshot.pools.values():
+        free = headroom(reading, reserve_now(state, reading.name), books, state.snapshot).bytes
+        if free is None or free < 0:
+            short.append(reading.name)
+    state.relief.overdrawn = tuple(short)
+
+
+def overdrawn(state: State, pool: str) -> bool:
+    """Whether a pool, or one that it is carved from, has less than nothing, or nobody knows."""
+    return state.snapshot is None or any(
+        one.name in state.relief.overdrawn or state.ledger.booked(one.name) > one.budget
+        for one in state.ledger.chain(pool)
+    )
 
 
 def reserve_now(state: State, pool: str) -> int:

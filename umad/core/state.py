@@ -58,20 +58,26 @@ class Client:
 
 @dataclass(slots=True)
 class Draining:
-    """A model was asked to go: for whom (a worker; None: people or the machine), and until when."""
+    """A model was asked to go: for whom (a worker; None: people or the machine), and when."""
 
     rival: int | None
     deadline_s: float
+    asked_s: float
 
 
 @dataclass(slots=True)
 class Relief:
-    """What was done for a machine below its reserve, and when (monotonic; None: not yet)."""
+    """What was done for a machine below its reserve, and when (monotonic; None: not yet).
+
+    ``overdrawn`` are the pools that had less than nothing to give at the last look, as far as is
+    known: more is used, or booked and not yet used, than may be.
+    """
 
     closed_s: float | None = None  # admission is closed
     above_s: float | None = None  # and since then the reserve has been free all the time
     shrunk_s: float | None = None
     evicted_s: float | None = None
+    overdrawn: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -102,6 +108,7 @@ class Member:
     draining: Draining | None = None
     asked_s: dict[str, float] = field(default_factory=dict)  # when it was to go, by rival's name
     missed_s: float | None = None  # when it last was to have gone and had not
+    misses: int = 0  # how often in a row
     forwards: int = 0
     last_forward: Mapping[str, Any] = field(default_factory=dict)
     exceeded_s: float | None = None  # when people were told that a forward took more than predicted

@@ -2,8 +2,10 @@
 
 A model that is asked to go is *draining*: nobody revives it, but it may be spared for another
 that can go (``keep``), and whoever asked may not need it any more.  Its bytes count when they
-are seen to be back.  Who misses the deadline is not asked again for a while.  Each is asked for
-the same rival once within ``leases.rival_rest``, so that no two can chase each other.
+are seen to be back.  Who misses the deadline is not asked again for a while, each time for twice
+as long: a rival that waits for one who never hears keeps others from the room that is there.
+Each is asked for the same rival once within ``leases.rival_rest``, so that no two can chase each
+other.
 """
 
 import itertools
@@ -20,6 +22,8 @@ from umad.units import format_duration
 
 NAMED_MAX = 4
 PLANNED_MAX = 4  # a plan takes a look at all books; who stands further behind has time
+MISSES_DOUBLE_MAX = 5  # times that the rest after a deadline missed is doubled
+RETRY_MAX_S = 10.0  # who is told to come again: others may make room by themselves before
 
 
 def reconcile(state: State, now_s: float) -> Iterator[Action]:
@@ -28,8 +32,7 @@ def reconcile(state: State, now_s: float) -> Iterator[Action]:
     1. who has missed its deadline, or lost its connection, is asked no more;
     2. who was to go for somebody that does not wait any more, or must not load, is let off;
     3. for each of the first loads that wait, in order, as many as it needs are asked; not for
-       those behind one that may not be passed.  While the machine is below its reserve that is a
-       step against it, and has its turn there (``pressure``).
+       those behind one that may not be passed.
     """
     waiting = {waiter.worker for waiter in state.loads}
     for member in list(state.members.values()):
@@ -39,22 +42,16 @@ def reconcile(state: State, now_s: float) -> Iterator[Action]:
         if member.client is None:  # 1
             stay(member)
         elif draining.deadline_s <= now_s:  # 1
-            member.missed_s = now_s
+            member.missed_s, member.misses = now_s, member.misses + 1
             state.counters["evictions_missed"] += 1
             yield from spare(member, "evict_missed", "warning")
         elif draining.rival is not None and (state.drained or draining.rival not in waiting):  # 2
             yield from spare(member, "evict_cancelled")
-    if state.relief.closed_s is None:
-        yield from make_room(state, now_s)  # 3
-
-
-def make_room(state: State, now_s: float) -> Iterator[Action]:
-    """Ask as many to go as the loads that wait need, unless none may begin."""
     if state.drained or state.recovering(now_s):
         return
-    for waiter in itertools.islice(state.loads, PLANNED_MAX):
+    for waiter in itertools.islice(state.loads, PLANNED_MAX):  # 3
         if waiter.evict:
-            yield from _make_room_for(state, waiter, now_s)
+            yield from _make_room(state, waiter, now_s)
         if not may_be_passed(state, waiter, now_s):
             break
 
@@ -74,7 +71,7 @@ def drain(
     name = "" if rival is None else rival.worker.name
     member.state = "draining"
     member.draining = Draining(
-        None if rival is None else rival.worker.id, now_s + leases.evict_timeout
+        None if rival is None else rival.worker.id, now_s + leases.evict_timeout, now_s
     )
     recent = {one: at for one, at in member.asked_s.items() if now_s - at < leases.rival_rest}
     member.asked_s = {**recent, name: now_s}
@@ -120,12 +117,14 @@ def stay(member: Member) -> None:
 def wanted(state: State, member: Member, now_s: float) -> Iterator[Action]:
     """A request came for a model that was asked to go: another goes in its place, or it still does.
 
-    Who was asked by people, or because the machine is short, has nobody in its place.
+    1. who was asked by people, or because the machine is short, has nobody in its place;
+    2. who still has to go may be at work, and has as long as a forward may take: let off before
+       it is done, it would have to be asked again, and those who went with it went for nothing.
     """
     draining = member.draining
     rival = None if draining is None else draining.rival
     waiter = next((one for one in state.loads if one.worker == rival), None)
-    if waiter is None:
+    if draining is None or waiter is None:  # 1
         return
     if state.drained:  # nobody loads: nobody has to go for it
         yield from spare(member, "evict_cancelled")
@@ -135,6 +134,9 @@ def wanted(state: State, member: Member, now_s: float) -> Iterator[Action]:
         state.counters["evictions_rescued"] += 1
         yield from spare(member, "evict_cancelled")
         yield from _ask(state, waiter, found, now_s)
+    else:  # 2
+        until_s = draining.asked_s + state.settings.leases.burst_ttl
+        draining.deadline_s = max(draining.deadline_s, until_s)
 
 
 def kept_for(state: State, waiter: Waiter, now_s: float) -> Waiter | None:
@@ -169,7 +171,7 @@ def explain(state: State, waiter: Waiter, error: QuotaDenied, now_s: float) -> N
         told = f"{_listed(going)} on the way out" if going else "enough is on its way back"
     elif found.at_s > now_s:
         left_s = found.at_s - now_s
-        error.retry_after_s = round(left_s, 3)
+        error.retry_after_s = round(min(left_s, RETRY_MAX_S), 3)
         told = f"{_listed(names)} can go in {format_duration(left_s)}"
     else:
         told = f"{_listed(names)} would have to go"
@@ -213,7 +215,7 @@ def candidates(state: State, rival: Member | None, now_s: float) -> list[Candida
         from_s = max(
             member.ready_s + leases.residence_min,
             member.asked_s.get(name, -leases.rival_rest) + leases.rival_rest,
-            (member.missed_s or -leases.rival_rest) + leases.rival_rest,
+            _trusted_s(state, member),
         )
         found.append(
             Candidate(
@@ -228,6 +230,14 @@ def candidates(state: State, rival: Member | None, now_s: float) -> list[Candida
     return found
 
 
+def _trusted_s(state: State, member: Member) -> float:
+    """From when on a model may be asked that was asked and did not go."""
+    if member.missed_s is None:
+        return 0.0
+    doubled = 2.0 ** min(member.misses - 1, MISSES_DOUBLE_MAX)
+    return member.missed_s + state.settings.leases.rival_rest * doubled
+
+
 def _plan(state: State, waiter: Waiter, now_s: float, spared: Member | None = None) -> Plan | None:
     """Who goes for a load beside those who do already; None: nobody helps, or it is not known."""
     if state.snapshot is None:
@@ -240,7 +250,7 @@ def _plan(state: State, waiter: Waiter, now_s: float, spared: Member | None = No
     return eviction.plan(candidates(state, rival, now_s), lacks, now_s)
 
 
-def _make_room_for(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
+def _make_room(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
     found = _plan(state, waiter, now_s)
     if found is not None and found.at_s <= now_s:
         yield from _ask(state, waiter, found, now_s)
