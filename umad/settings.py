@@ -86,6 +86,11 @@ def _count(low: int, high: int) -> Callable[[object], int]:
     return check
 
 
+def _auto_count(low: int, high: int) -> Callable[[object], int | None]:
+    count = _count(low, high)
+    return lambda value: None if value == "auto" else count(value)
+
+
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise BadValue("must be true or false", "write true or false without quotes")
@@ -348,6 +353,13 @@ class ServeSettings:
         _one_of("auto", "required", "off"),
         'Quotas enforced inside the engine; "required" refuses to start where that cannot be, '
         '"off" leaves it to the looks at memory.',
+        '"auto"',
+    )
+    requests_max: int | None = _set(
+        None,
+        _auto_count(1, 2000),
+        "Requests in work at a time; more wait for their turn before their body is read. "
+        '"auto": 4 for each core, 100 at most.',
         '"auto"',
     )
     queue_max: int = _set(

@@ -20,6 +20,7 @@ KEYS = (
     "guard_cost",
     "isolation",
     "admission",
+    "batching",
 )
 
 

@@ -31,7 +31,7 @@ def test_the_engine_settles_when_its_libraries_are_in(monkeypatch: pytest.Monkey
 
     for word in ("bring", "warm", "settle", "share_cores"):
         monkeypatch.setattr(engine, word, note(word))
-    engine._import_libraries(Settings())
+    engine.bring_all(Settings())
     assert done == ["bring", "warm", "settle", "share_cores"]
 
 

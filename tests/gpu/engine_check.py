@@ -27,7 +27,7 @@ MIB = 1 << 20
 WEIGHTS_MIB = 360
 WITHIN_S = 120
 ROOT = Path(__file__).parents[2]
-NEEDED = ("accelerate", "diffusers", "fastapi", "msgpack", "structlog", "transformers", "uvicorn")
+NEEDED = ("accelerate", "diffusers", "msgpack", "starlette", "structlog", "transformers", "uvicorn")
 JOB = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 
 

@@ -1,16 +1,18 @@
 """An engine process whose models do what the prompt says: ``python -m tests.serve.scripted``."""
 
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from umad.config import Settings
+from umad.errors import InvalidParams
 from umad.serve import engine
-from umad.serve.kinds.base import Result
+from umad.serve.kinds.base import Prepared, Result
 from umad.serve.loaded import Load
 
 
@@ -65,6 +67,84 @@ class Scripted:
         )
 
 
+class Several(Scripted):
+    """Reads jobs of ``tokens`` and ``need`` bytes, and notes each forward in the file ``forwards``.
+
+    While there is a file ``hold`` a forward waits, and with a prompt "stuck" until it is cancelled;
+    a prompt "memory" fails in company alone.
+    """
+
+    def prepare(self, job: Mapping[str, Any]) -> Prepared:
+        if job["prompt"] == "nonsense":
+            raise InvalidParams("it means nothing")
+        return Prepared(job.get("tokens", 5), 1, int(job.get("need", 10)), dict(job))
+
+    def bytes_together(self, _tokens: int, rows: int) -> int:
+        return 10 * rows if not (self.path / "large").exists() else 300 * rows
+
+    def forward(self, prompts: list[str], cancelled: Callable[[], bool]) -> None:
+        (self.path / "waiting").touch()
+        tick = threading.Event()
+        stuck = "stuck" in prompts
+        while (stuck or (self.path / "hold").exists()) and not cancelled():
+            tick.wait(0.002)
+        with (self.path / "forwards").open("a") as log:
+            log.write(json.dumps(prompts) + "\n")
+        if "raise" in prompts:
+            raise ValueError
+        if "memory" in prompts and len(prompts) > 1:
+            raise MemoryError
+
+
+class Together(Several):
+    def run_together(self, jobs: Sequence[Prepared], cancelled: Callable[[], bool]) -> list[Result]:
+        prompts = [job.inputs["prompt"] for job in jobs]
+        self.forward(prompts, cancelled)
+        return [Result({"text": prompt, "pid": os.getpid()}) for prompt in prompts]
+
+
+class Joins(Several):
+    joins = True
+
+    def generation(self) -> "Growing":
+        return Growing(self)
+
+
+class Growing:
+    """Each answer is its prompt, ``max_tokens`` times."""
+
+    def __init__(self, runner: Joins) -> None:
+        self._runner = runner
+        self._rows: dict[object, tuple[dict[str, Any], Any, Any, list[str]]] = {}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return 5, len(self._rows)
+
+    def join(self, job: Prepared, cancelled: Callable[[], bool], emit: Any) -> object:
+        name = object()
+        self._rows[name] = (job.inputs, cancelled, emit, [])
+        return name
+
+    def leave(self, name: object) -> None:
+        self._rows.pop(name, None)
+
+    def step(self, names: Iterable[object] | None = None) -> list[tuple[object, Result]]:
+        chosen = list(self._rows if names is None else names)
+        asked = [self._rows[name][0]["prompt"] for name in chosen]
+        self._runner.forward(asked, lambda: any(self._rows[name][1]() for name in chosen))
+        done = []
+        for name in chosen:
+            job, _, emit, said = self._rows[name]
+            said.append(job["prompt"])
+            if emit is not None:
+                emit(job["prompt"])
+            if len(said) == job["max_tokens"]:
+                del self._rows[name]
+                done.append((name, Result({"text": "".join(said)}, (5, 1))))
+        return done
+
+
 def libraries(_settings: Settings) -> Load:
     def load(
         kind: str, path: str, *, device: str, dtype: str, progress: Callable[[str, float], None]
@@ -76,7 +156,8 @@ def libraries(_settings: Settings) -> Load:
         progress("reading", 0.5)
         if (folder / "broken").exists():
             raise OSError(f"no weights in {folder.name}")
-        return Scripted(kind, folder)
+        ways = {"together": Together, "joins": Joins}
+        return ways.get(folder.name, Scripted)(kind, folder)
 
     return load
 

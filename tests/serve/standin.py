@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import inspect
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
-import uvicorn
+from starlette.applications import Starlette
 
 from umad.config import Settings, parse
 from umad.errors import UmadError
 from umad.serve.app import create_app
+from umad.serve.gate import Gate
+from umad.serve.http import make_server
 from umad.serve.link import EngineLink, LinkPeer, ModelState, link_limits
 
 KINDS = {
@@ -27,12 +30,17 @@ CONFIG = "\n".join(
     for name, kind in KINDS.items()
 )
 READY = ModelState("ready", "serving", 1.0, 1000)
-Handler = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+Emit = Callable[[str], None]
+Handler = (
+    Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+    | Callable[[str, Mapping[str, Any], Emit], Awaitable[Any]]
+)
 
 
 def make_settings(**serve: Any) -> Settings:
     settings = parse(CONFIG)
-    return replace(settings, serve=replace(settings.serve, **serve))
+    # However few cores the machine of the tests has.
+    return replace(settings, serve=replace(settings.serve, **{"requests_max": 100, **serve}))
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -52,13 +60,19 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 class StandIn:
-    """The engine's end of the link in this loop: answers ``run`` with what ``handler`` returns."""
+    """The engine's end of the link in this loop: answers ``run`` with what ``handler`` returns.
+
+    A handler of three arguments gets (model, job, emit): ``emit(text)`` sends a chunk, where
+    the front has asked for a stream, and nothing where it has not.
+    """
 
     def __init__(self, settings: Settings, handler: Handler) -> None:
         self.settings = settings
         self.handler = handler
         self.jobs: list[tuple[str, Mapping[str, Any]]] = []
+        self.streamed: list[bool] = []  # of each job, whether a stream was asked for
         self.cancelled: list[str] = []
+        self.awake = True  # answers a ping
         self.at_work = self.at_work_max = 0
         self.lost = asyncio.Event()
         self.peer = LinkPeer(
@@ -74,8 +88,13 @@ class StandIn:
         self.peer.notify("state", {"model": model, "instance": instance, **asdict(state)})
 
     def _on_request(self, ident: int, method: str, params: dict[str, Any]) -> None:
+        if method == "ping":
+            if self.awake:
+                self.peer.answer(ident)
+            return
         assert method == "run"
         self.jobs.append((params["model"], params["job"]))
+        self.streamed.append(params.get("stream", False))
         task = asyncio.ensure_future(self._work(ident, params))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -83,8 +102,16 @@ class StandIn:
     async def _work(self, ident: int, params: dict[str, Any]) -> None:
         self.at_work += 1
         self.at_work_max = max(self.at_work, self.at_work_max)
+        given: list[Any] = [params["model"], params["job"]]
+
+        def emit(text: str) -> None:
+            if params.get("stream", False):
+                self.peer.notify("chunk", {"request": params["request"], "text": text})
+
+        if len(inspect.signature(self.handler).parameters) == 3:
+            given.append(emit)
         try:
-            self.peer.answer(ident, result=await self.handler(params["model"], params["job"]))
+            self.peer.answer(ident, result=await self.handler(*given))
         except UmadError as error:
             self.peer.answer(ident, error=error.to_wire())
         finally:
@@ -105,10 +132,14 @@ async def text_handler(_model: str, job: Mapping[str, Any]) -> dict[str, Any]:
 class Front:
     """A front over a real socket, and its stand-in engine (None: never attached)."""
 
-    def __init__(self, client: httpx.AsyncClient, link: EngineLink, port: int) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, link: EngineLink, port: int, app: Starlette
+    ) -> None:
         self.client = client
         self.link = link
         self.port = port
+        self.gate: Gate = app.state.front.gate
+        self.server = make_server(app)
         self.engine: StandIn | None = None
 
     async def attach(self, settings: Settings, handler: Handler) -> StandIn:
@@ -135,18 +166,14 @@ async def serving(
     link = EngineLink(settings)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port = listener.getsockname()[1]
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(settings, link), log_config=None, lifespan="off", access_log=False
-        )
-    )
-    served = asyncio.ensure_future(server.serve(sockets=[listener]))
+    app = create_app(settings, link)
     limits = httpx.Limits(max_connections=300)
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits, trust_env=False
     ) as client:
-        front = Front(client, link, port)
-        await until(lambda: server.started)
+        front = Front(client, link, port, app)
+        served = asyncio.ensure_future(front.server.serve(sockets=[listener]))
+        await until(lambda: front.server.started)
         try:
             if handler is not None:
                 await front.attach(settings, handler)
@@ -156,5 +183,5 @@ async def serving(
                 front.engine.end()
             link.drop()
             await until(lambda: not link.describe()["running"])
-            server.should_exit = True
+            front.server.should_exit = True
     await served

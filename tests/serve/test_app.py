@@ -13,6 +13,7 @@ import pytest
 
 from tests.serve.standin import KINDS, make_settings, run, serving, text_handler, until
 from umad.errors import DaemonUnavailable, NeverFits, QuotaDenied, RemoteProtocolError
+from umad.serve import app
 from umad.serve.link import ModelState, pack_vector
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
@@ -160,7 +161,10 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("/v1/completions", b'{"model": "talk", "prompt": ["\\ud800"]}', ""),
     ("/v1/chat/completions", {"model": "talk"}, "messages"),
     ("/v1/chat/completions", {"model": "talk", "messages": []}, "messages"),
-    ("/v1/chat/completions", {"stream": True}, "streaming is not there yet"),
+    ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream=true"),
+    ("/v1/chat/completions", {"frequency_penalty": 0.5}, "penalties are not supported"),
+    ("/v1/chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+    ("/v1/completions", {"model": "talk", "prompt": "x", "logprobs": 0}, "logprobs"),
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools are not supported"),
     ("/v1/chat/completions", {"logprobs": True}, "logprobs"),
     ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),
@@ -168,7 +172,7 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("/v1/chat/completions", {"max_tokens": "5"}, "max_tokens"),
     ("/v1/chat/completions", {"temperature": 2.1}, "temperature"),
     ("/v1/chat/completions", {"top_p": 0}, "top_p"),
-    ("/v1/chat/completions", {"n": 2}, "one choice"),
+    ("/v1/chat/completions", {"n": 9}, "n"),
     ("/v1/chat/completions", {"stop": ["a"] * 5}, "stop"),
     ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
     ("/v1/completions", {"model": "talk", "prompt": ["a", "b"]}, "one prompt"),
@@ -184,6 +188,9 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ),
     ("/v1/audio/transcriptions", {"model": "hear"}, "file"),
     ("/v1/embeddings", {"model": "talk", "input": "a"}, "kind chat"),
+    # Small on the wire, and some fifty times as large once read.
+    ("/v1/embeddings", b'{"model": "embed", "input": [' + b"{}," * 70_000 + b'""]}', "elements"),
+    ("/v1/embeddings", b'{"model": "embed", "input": [' + b'"",' * 70_000 + b'""]}', "elements"),
 ]
 
 
@@ -397,7 +404,7 @@ def test_a_bug_of_ours_is_a_500_without_internals(caplog):
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("umad.serve.main", {"torch", "fastapi", "uvicorn", "transformers"}),
+        ("umad.serve.main", {"torch", "starlette", "uvicorn", "transformers"}),
         ("umad.serve.app", {"torch", "transformers", "numpy"}),
         ("umad.serve.supervisor", {"torch", "transformers", "numpy"}),
     ],
@@ -436,5 +443,48 @@ def test_an_answer_from_the_models_own_device_says_nothing_of_it():
     async def scenario():
         async with serving() as front:
             assert "x-umad-device" not in (await front.chat()).headers
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_an_answer_of_millions_of_numbers_holds_up_nobody():
+    vector = pack_vector(number / 7 for number in range(1024))
+
+    async def handler(model: str, job: Mapping[str, Any]) -> Any:
+        if model == "embed":
+            return {"vectors": [vector] * len(job["texts"]), "tokens": 4}
+        return await text_handler(model, job)
+
+    async def scenario():
+        async with serving(handler=handler) as front:
+            ask = {"model": "embed", "input": ["x"] * 2048}
+            large = asyncio.ensure_future(front.client.post("/v1/embeddings", json=ask))
+            await until(lambda: bool(front.engine.jobs))
+            slowest_s, loop = 0.0, asyncio.get_running_loop()
+            while not large.done():
+                began_s = loop.time()
+                await asyncio.sleep(0)
+                slowest_s = max(slowest_s, loop.time() - began_s)
+            assert (await large).status_code == 200
+            assert len((await large).content) > 2048 * 1024 * 10
+            # Written in one go it takes seconds.
+            assert slowest_s < 0.5
+
+    run(scenario())
+
+
+def test_an_engine_whose_loop_hangs_is_not_ready(monkeypatch):
+    monkeypatch.setattr(app, "PING_S", 0.05)
+
+    async def scenario():
+        async with serving() as front:
+            assert (await front.client.get("/readyz")).status_code == 200
+            front.engine.awake = False
+            answer = await front.client.get("/readyz")
+            assert (answer.status_code, answer.json()["engine_answers"]) == (503, False)
+            assert (await front.client.get("/healthz")).status_code == 200
+            front.engine.awake = True
+            assert (await front.client.get("/readyz")).status_code == 200
 
     run(scenario())

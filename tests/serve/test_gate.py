@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 import resource
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +14,10 @@ from starlette.responses import JSONResponse
 
 from tests.serve.standin import make_settings, run, serving, text_handler, until
 from umad.config import ServeSettings
-from umad.errors import UmadError, leaves
+from umad.errors import UmadError, WaitedTooLong, leaves
 from umad.serve import gate as gate_module
 from umad.serve.gate import BODIES_HELD, Gate, GateMiddleware, refusal, retry_after_s
+from umad.serve.spans import Span
 
 MIB = 1 << 20
 
@@ -96,7 +98,7 @@ def test_a_body_that_drips_is_timed_out():
         await JSONResponse({"read": len(body)})(scope, receive, send)
 
     async def scenario():
-        gate = Gate(ServeSettings(), ())
+        gate = Gate(ServeSettings())
         guarded = GateMiddleware(application, gate, body_timeout_s=0.05)
         sent: list[Mapping[str, Any]] = []
         held: list[int] = []
@@ -127,15 +129,20 @@ def test_a_body_that_drips_is_timed_out():
 
 
 def test_all_bodies_together_are_bounded():
-    gate = Gate(ServeSettings(body_max=MIB), ())
-    with contextlib.ExitStack() as visits:
-        for number in range(BODIES_HELD):
-            visits.enter_context(gate.visit(f"client{number}", MIB))
-        assert gate.body_bytes == BODIES_HELD * MIB
-        with pytest.raises(UmadError, match=r"hold 4\.0 MiB"), gate.visit("another", 1):
-            pass
-        with gate.visit("no body", None):
-            pass
+    gate = Gate(ServeSettings(body_max=MIB, requests_max=100))
+
+    async def scenario():
+        async with contextlib.AsyncExitStack() as visits:
+            for number in range(BODIES_HELD):
+                await visits.enter_async_context(gate.visit(f"client{number}", MIB, Span()))
+            assert gate.body_bytes == BODIES_HELD * MIB
+            with pytest.raises(UmadError, match=r"hold 4\.0 MiB"):
+                async with gate.visit("another", 1, Span()):
+                    pass
+            async with gate.visit("no body", None, Span()):
+                pass
+
+    run(scenario())
     assert gate.body_bytes == 0
     assert not gate.clients
 
@@ -225,3 +232,120 @@ def test_retry_after_is_whole_seconds_from_the_base_on():
         assert min(drawn) >= max(1, base_s or 1)
         assert len(set(drawn)) > 3
     assert gate_module.BODY_TIMEOUT_S > 0
+
+
+def test_requests_beyond_the_limit_wait_in_order_before_their_body_is_read():
+    release = asyncio.Event()
+
+    async def handler(model: str, job: Mapping[str, Any]) -> Any:
+        await release.wait()
+        return await text_handler(model, job)
+
+    async def scenario():
+        async with serving(make_settings(requests_max=2), handler) as front:
+            asked = []
+            for number in range(5):
+                asked.append(asyncio.ensure_future(front.chat(str(number))))
+                await until(lambda least=number + 1: front_state(front)[0] == least)
+            assert front_state(front) == (5, 3)
+            assert [job["messages"][0]["content"] for _, job in front.engine.jobs] == ["0", "1"]
+            status = (await front.client.get("/status")).json()["requests"]  # looks never wait
+            assert (status["in_work"], status["waiting"], status["limit"]) == (2, 3, 2)
+            release.set()
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+            order = [job["messages"][0]["content"] for _, job in front.engine.jobs]
+            assert order == ["0", "1", "2", "3", "4"]
+
+    def front_state(front: Any) -> tuple[int, int]:
+        return front.gate.clients.total(), front.gate.waiting
+
+    run(scenario())
+
+
+def test_who_waits_too_long_for_its_turn_is_a_429():
+    async def handler(_model: str, _job: Mapping[str, Any]) -> Any:
+        await asyncio.Event().wait()
+
+    async def scenario():
+        settings = make_settings(requests_max=1, wait_max=0.1)
+        async with serving(settings, handler) as front:
+            held = asyncio.ensure_future(front.chat())
+            await until(lambda: len(front.engine.jobs) == 1)
+            answer = await front.chat()
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            error = answer.json()["error"]
+            assert (error["code"], error["details"]["reason"]) == (
+                "waited_too_long",
+                "requests_max",
+            )
+            held.cancel()
+            await until(lambda: not front.gate.clients)
+            assert front.gate.waiting == 0
+
+    run(scenario())
+
+
+def test_a_waiter_that_is_cancelled_as_its_turn_comes_gives_it_on():
+    """C22."""
+
+    async def scenario():
+        gate = Gate(ServeSettings(requests_max=1))
+        entered: list[str] = []
+        end = asyncio.Event()
+
+        async def visit(name: str) -> None:
+            async with gate.visit(name, None, Span()):
+                entered.append(name)
+                await end.wait()
+
+        first = asyncio.ensure_future(visit("first"))
+        await until(lambda: entered == ["first"])
+        second, third = (asyncio.ensure_future(visit(name)) for name in ("second", "third"))
+        await until(lambda: gate.waiting == 2)
+        end.set()
+        while gate.waiting == 2:  # noqa: ASYNC110  to the very step in which second's turn comes
+            await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(first, second, third, return_exceptions=True)
+        assert "third" in entered
+        assert not gate.clients
+
+    run(scenario())
+
+
+def test_turns_come_back_whatever_becomes_of_who_has_or_awaits_them():
+    """C22, by chance: cancels, time-outs and ends in any order."""
+
+    async def scenario():
+        chance = random.Random(22)
+        settings = ServeSettings(requests_max=3, wait_max=0.01, requests_per_client_max=1000)
+        gate = Gate(settings)
+        inside = most = 0
+
+        async def visit() -> None:
+            nonlocal inside, most
+            async with gate.visit("one", None, Span()):
+                inside += 1
+                most = max(most, inside)
+                try:
+                    for _ in range(chance.randrange(4)):
+                        await asyncio.sleep(0)
+                finally:
+                    inside -= 1
+
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(2000):
+            tasks.append(asyncio.ensure_future(visit()))
+            if chance.random() < 0.3:
+                chance.choice(tasks[-8:]).cancel()
+            if chance.random() < 0.5:
+                await asyncio.sleep(0)
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(one) for one in done} <= {type(None), asyncio.CancelledError, WaitedTooLong}
+        assert most == 3
+        assert (inside, gate.waiting, gate.clients.total()) == (0, 0, 0)
+        async with asyncio.timeout(1), gate.visit("one", None, Span()):
+            pass
+
+    run(scenario())

@@ -241,3 +241,41 @@ def test_an_arrival_is_told_while_somebody_wants_to_know(asked):
         queue.on_arrival = None
         queue.put(asked.job("b"))
     assert told == [True]
+
+
+def test_some_of_those_that_wait_are_taken_and_who_has_left_is_not(asked):
+    queue = JobQueue("m")
+    with seated(queue, ended):
+        for request in "abcd":
+            queue.put(asked.job(request, time.monotonic() + 60))
+        assert [job.request for job in queue.first(3)] == ["a", "b", "c"]
+        queue.cancel("b")
+        taken = queue.claim(["c", "b", "a"], full=True)
+        assert [job.request for job in taken] == ["c", "a"]
+        assert [job.request for job in queue.first(9)] == ["d"]
+        assert queue.arrivals == 4
+        for job in taken:
+            queue.answer(job, result={})
+        late = asked.job("late", time.monotonic())
+        queue.put(late)
+        queue.drop_late()
+        assert [job.request for job in queue.first(9)] == ["d"]
+    assert [request for request, _ in asked.answers] == ["b", "c", "a", "late", "d"]
+    assert asked.answers[3] == ("late", "waited_too_long")
+
+
+def test_one_that_would_take_more_is_enough_for_those_that_wait(asked):
+    queue = JobQueue("m")
+    with seated(queue, ended), seated(queue, ended):
+        resting = Rests(queue)
+        for request in "abc":
+            queue.put(asked.job(request))
+        (first,) = queue.claim(["a"], full=False)
+        queue.wake()
+        resting.join(0.1)
+        assert resting.needed is None
+        (second,) = queue.claim(["b"], full=True)  # now it takes no more
+        resting.join(5)
+        assert resting.needed is True
+        for job in (first, second):
+            queue.answer(job, result={})

@@ -7,6 +7,7 @@ import pytest
 
 from tests.serve.standin import KINDS, READY, StandIn, make_settings, run, text_handler, until
 from umad.errors import InvalidParams, ModelFailed, ModelLoading, UmadError, WorkerLost
+from umad.serve.figures import Figures, sum_of
 from umad.serve.link import (
     EngineLink,
     LinkPeer,
@@ -15,6 +16,15 @@ from umad.serve.link import (
     pack_vector,
     unpack_vector,
 )
+from umad.serve.work_metrics import families
+
+WORK = {
+    "batches": {"window": 2},
+    "rows": [1, 0, 0, 0, 1, 0, 0, 0],
+    "rows_sum": 12,
+    "growing": 3,
+    "restarts": 0,
+}
 
 
 async def pair(settings=None, handler=text_handler):
@@ -109,10 +119,75 @@ def test_cancelling_tells_the_engine_and_a_late_answer_harms_nothing():
     run(scenario())
 
 
+def test_chunks_come_in_order_and_before_the_answer():
+    async def handler(_model, job, emit):
+        for piece in job["pieces"]:
+            emit(piece)
+            await asyncio.sleep(0)
+        return {"text": "".join(job["pieces"])}
+
+    async def scenario():
+        link, engine, lost = await pair(handler=handler)
+        told: dict[str, list[str]] = {"a": [], "b": []}
+        jobs = {"a": ["one", "", " two"], "b": [str(number) for number in range(300)]}
+        answers = await asyncio.gather(
+            *(
+                link.run(
+                    "talk",
+                    {"pieces": jobs[name]},
+                    request=name,
+                    deadline_s=1,
+                    on_chunk=told[name].append,
+                )
+                for name in jobs
+            )
+        )
+        assert told == jobs
+        assert [answer["text"] for answer in answers] == ["".join(jobs["a"]), "".join(jobs["b"])]
+        await link.run("talk", {"pieces": ["x"]}, request="c", deadline_s=1)
+        assert engine.streamed == [True, True, False]
+        engine.end()
+        await lost.wait()
+
+    run(scenario())
+
+
+def test_a_chunk_of_one_that_was_cancelled_harms_nobody():
+    emits = []
+
+    async def handler(_model, _job, emit):
+        emits.append(emit)
+        await asyncio.Event().wait()
+
+    async def scenario():
+        link, engine, lost = await pair(handler=handler)
+        told = []
+        work = asyncio.ensure_future(
+            link.run("talk", {}, request="a", deadline_s=1, on_chunk=told.append)
+        )
+        await until(lambda: bool(emits))
+        emits[0]("in time")
+        await until(lambda: told == ["in time"])
+        work.cancel()
+        await until(lambda: engine.cancelled == ["a"])
+        emits[0]("late")
+        engine.tell("talk", READY)  # comes after it
+        await until(lambda: link.status("talk")["state"] == "ready")
+        assert told == ["in time"]
+        engine.end()
+        await lost.wait()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     "method_and_params",
     [
         ("nonsense", {}),
+        ("chunk", {"request": "a"}),
+        ("work", {"model": "talk", "instance": 0}),
+        ("work", {"model": "talk", "instance": 0, **WORK, "rows": [1]}),
+        ("chunk", {"request": ["a"], "text": "x"}),
         ("state", {}),
         ("state", {"model": "talk", "instance": 0, "state": "splendid"}),
         ("state", {"model": "talk", "instance": 0, "unknown": 1}),
@@ -175,6 +250,52 @@ def test_the_best_instance_speaks_for_its_model():
         await lost.wait()
 
     run(scenario())
+
+
+def test_what_the_engine_did_is_shown_until_it_is_lost():
+    async def scenario():
+        link, engine, lost = await pair()
+        nothing = link.status("talk")["work"]
+        assert (nothing["rows_sum"], nothing["batches"]) == (0, {})
+        engine.peer.notify("work", {"model": "talk", "instance": 0, **WORK})
+        engine.peer.notify("work", {"model": "talk", "instance": 7, **WORK})  # there is none
+        await until(lambda: link.status("talk")["work"] == WORK)
+        assert link.status("see")["work"] == nothing
+        shown = {family.name: family for family in families({"talk": WORK, "see": nothing})}
+        rows = {
+            (sample.labels.get("le"), sample.name): sample.value
+            for sample in shown["umad_serve_forward_rows"].samples
+            if sample.labels["model"] == "talk"
+        }
+        assert rows["1.0", "umad_serve_forward_rows_bucket"] == 1
+        assert rows["16.0", "umad_serve_forward_rows_bucket"] == 2
+        assert rows["+Inf", "umad_serve_forward_rows_bucket"] == 2
+        assert rows[None, "umad_serve_forward_rows_sum"] == 12
+        assert {
+            sample.labels["why"]: sample.value
+            for sample in shown["umad_serve_batches"].samples
+            if sample.labels["model"] == "talk"
+        } == {"rows": 0, "area": 0, "bytes": 0, "all": 0, "window": 2}
+        engine.end()
+        await lost.wait()
+        assert link.status("talk")["work"] == nothing
+
+    run(scenario())
+
+
+def test_figures_are_told_a_few_times_a_second_and_before_a_rest():
+    told = []
+    figures = Figures(told.append)
+    for rows in (1, 2, 3, 65, 1000):
+        figures.forward(rows)
+        figures.tell()
+    assert [one["rows_sum"] for one in told] == [1]
+    figures.tell(idle=True)
+    figures.tell(idle=True)
+    assert [one["rows_sum"] for one in told] == [1, 1071]
+    assert told[-1]["rows"] == [1, 1, 1, 0, 0, 0, 0, 2]
+    twice = sum_of([told[-1], told[-1]])
+    assert (twice["rows_sum"], twice["rows"][-1]) == (2142, 4)
 
 
 def test_vectors_keep_their_numbers():

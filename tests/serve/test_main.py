@@ -75,7 +75,7 @@ def test_help_loads_neither_torch_nor_the_web_framework():
     )
     shown, _, loaded = done.stdout.partition("loaded:")
     assert "--config" in shown
-    assert not {"torch", "fastapi", "uvicorn", "pydantic"} & set(loaded.split())
+    assert not {"torch", "starlette", "uvicorn", "pydantic"} & set(loaded.split())
 
 
 def fill(address: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from tests.daemon.running import running
 from tests.promtool import check_metrics, promtool
@@ -105,6 +106,9 @@ def test_every_request_is_counted_by_route_model_and_status():
             assert value(text, "umad_serve_model_ready", model="talk") == 1
             assert value(text, "umad_serve_engine_up") == 1
             assert "_created" not in text
+            for layer in ("gate", "body", "queue", "engine", "send"):
+                layers = value(text, "umad_serve_layer_seconds_count", layer=layer, model="talk")
+                assert layers == (3 if layer == "send" else 4)  # a 500 is sent from outside
             front.link.restarts = 3
             assert value(await seen(front), "umad_serve_engine_restarts_total") == 3
 
@@ -181,3 +185,34 @@ def test_the_daemons_figures_are_shown_too_and_prometheus_finds_no_fault(tmp_pat
     assert value(text, "umad_worker_quota_bytes", worker="llama") == 64 << 20
     assert requests_of(text) == {(CHAT, "talk", "200"): 1}
     assert check_metrics(promtool(tmp_path), text.encode()) == ""
+
+
+def test_the_log_has_one_line_for_a_request_that_says_where_it_waited():
+    async def handler(model: str, job: Mapping[str, Any], emit: Any) -> Any:
+        if job["messages"][-1]["content"] == "denied":
+            raise QuotaDenied("no room", details={"reason": "pool_full"})
+        emit("a")
+        await asyncio.sleep(0.05)
+        return {**await text_handler(model, job), "text": "a", "queued_s": 0.02}
+
+    async def scenario():
+        async with serving(NOBODY, handler) as front:
+            answer = await front.chat("secret", stream=True)
+            assert answer.status_code == 200
+            await front.chat("denied")
+            (served, denied) = [line for line in lines if line["event"] == "request.end"]
+            assert served["request"] == answer.headers["x-request-id"]
+            assert (served["route"], served["model"], served["status"]) == (CHAT, "talk", 200)
+            assert served["queue_s"] == 0.02
+            assert served["engine_s"] >= 0.02
+            assert 0 < served["first_s"] < served["seconds"]
+            layers = ("gate_s", "body_s", "queue_s", "engine_s")
+            assert sum(served[name] for name in layers) <= served["seconds"] + 0.001
+            assert (denied["code"], denied["reason"]) == ("quota_denied", "pool_full")
+            assert (denied["status"], denied["log_level"]) == (503, "info")
+            text = await seen(front)
+            assert value(text, "umad_serve_first_token_seconds_count", model="talk") == 1
+
+    with capture_logs() as lines:
+        run(scenario())
+    assert "secret" not in str(lines)

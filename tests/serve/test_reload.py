@@ -25,23 +25,23 @@ def test_new_settings_take_effect_and_a_bad_file_changes_nothing(tmp_path: Path)
         config.write_text("[nonsense")
         await reloader.reload()
         assert "nothing was started" in front.configuration["problem"]
-        assert list(front._models) == ["one"]
+        assert list(front.asking.models) == ["one"]
         assert next_engine_reads() == text
 
         new = write_config(tmp_path, {"two": {"instances": 2}}, 'wait_max = "3s"\nqueue_max = 1')
         await reloader.reload()
         assert front.configuration["problem"] == ""
-        assert list(front._models) == ["two"]
+        assert list(front.asking.models) == ["two"]
         assert link.ready() == (0, 1)
         assert len(link.status("two")["instances"]) == 2
-        assert front._wait_max_s == 3
-        assert front.gate._places_max == {"two": 3}
+        assert front.asking.wait_max_s == 3
+        assert (front.gate._serve.queue_max, link.at_once("two")) == (1, 2)
         assert next_engine_reads() == new.read_text()
 
         new.unlink()
         await reloader.reload()
         assert "cannot be read" in front.configuration["problem"]
-        assert list(front._models) == ["two"]
+        assert list(front.asking.models) == ["two"]
 
     try:
         run(scenario())

@@ -14,14 +14,16 @@ import time
 import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from PIL import Image
 
 from tests.demo.fixtures import checkpoints
 from tests.serve.processes import ROOT, write_config
+from umad.client import connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.models, pytest.mark.timeout(300)]
 
@@ -48,8 +50,9 @@ def program(log: Path, module: str, *arguments: str) -> Iterator["subprocess.Pop
 class Served:
     """A running umad-serve."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, socket: Path) -> None:
         self.log = log
+        self.socket = str(socket)
         wait_for(lambda: "serve.listening" in log.read_text())
         self.base = f"http://127.0.0.1:{self.events('serve.listening')[0]['port']}"
         self.http = httpx.Client(base_url=self.base, trust_env=False, timeout=60)
@@ -60,6 +63,20 @@ class Served:
 
     def ready(self) -> bool:
         return self.http.get("/readyz").status_code == 200
+
+    def booked(self, worker: str) -> tuple[int, int]:
+        """What the daemon has booked for a worker, and its quota."""
+        with connect(self.socket) as client:
+            (found,) = [one for one in client.call("status")["workers"] if one["name"] == worker]
+        return found["booked"], found["quota"]
+
+    def client(self) -> OpenAI:
+        return OpenAI(
+            base_url=self.base + "/v1",
+            api_key="unused",
+            max_retries=0,
+            http_client=httpx.Client(trust_env=False, timeout=60),
+        )
 
     @property
     def engine_pid(self) -> int:
@@ -75,32 +92,31 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         name: {"kind": kind, "path": str(places / name), "quota": "200MiB", "peak": "300MiB"}
         for name, kind in kinds.items()
     }
+    # Little beyond its weights: a long answer needs more than the quota, for as long as it grows.
+    models["tight"] = {**models["llama"], "quota": "20MiB"}
     config = write_config(folder, models, serve='runtime_quota = "1GiB"')
     text = config.read_text().replace("[serve]", '[memory]\nbudget = "3GiB"\n[serve]')
     # The groups of a packaged umad need not exist on the machine that runs the tests.
     config.write_text(text.replace("[daemon]", '[daemon]\ngroup = "root"\nadmin_group = "root"'))
+    socket = folder / "umad.sock"
     with (
         program(folder / "daemon.log", "umad.daemon.main", f"--config={config}", "--permissive"),
         program(folder / "serve.log", "umad.serve.main", f"--config={config}"),
     ):
-        served = Served(folder / "serve.log")
+        served = Served(folder / "serve.log", socket)
         with served.http:
             wait_for(served.ready)
             yield served
 
 
 def test_the_openai_client_gets_every_kind_of_answer(served):
-    with OpenAI(
-        base_url=served.base + "/v1",
-        api_key="unused",
-        max_retries=0,
-        http_client=httpx.Client(trust_env=False, timeout=60),
-    ) as client:
+    with served.client() as client:
         assert {model.id for model in client.models.list()} == {
             "llama",
             "vision",
             "sdxl",
             "whisper",
+            "tight",
         }
         said = client.chat.completions.create(
             model="llama", messages=[{"role": "user", "content": "hello"}], max_tokens=9
@@ -140,6 +156,44 @@ def test_the_openai_client_gets_every_kind_of_answer(served):
             model="whisper", file=("a.wav", sound.getvalue()), response_format="verbose_json"
         )
         assert heard.duration == 1.0
+
+
+def test_a_stream_says_what_the_whole_answer_says_and_one_that_is_left_frees_its_bytes(served):
+    asked: dict[str, Any] = {
+        "model": "llama",
+        "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0,
+    }
+    with served.client() as client:
+        whole = client.chat.completions.create(**asked, max_tokens=12)
+        *pieces, last = client.chat.completions.create(
+            **asked, max_tokens=12, stream=True, stream_options={"include_usage": True}
+        )
+        said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        assert said == whole.choices[0].message.content
+        assert last.usage == whole.usage
+        assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        stream = client.chat.completions.create(
+            model="tight", messages=asked["messages"], max_tokens=1500, stream=True
+        )
+        next(stream)
+        booked, quota = served.booked("tight")
+        assert booked > quota
+        stream.close()
+        wait_for(lambda: served.booked("tight")[0] <= quota, 2)
+        requests = served.http.get("/status").json()
+        assert requests["models"]["tight"]["requests"] == 0
+        assert requests["requests"]["client_gone"] == 1
+        assert client.chat.completions.create(**asked, max_tokens=2).choices
+        with pytest.raises(NotFoundError):
+            client.chat.completions.create(model="nobody", messages=asked["messages"])
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        asked["messages"] = [{"role": "user", "content": [image]}]
+        with pytest.raises(BadRequestError, match="vision"):
+            client.chat.completions.create(**asked)
+        with pytest.raises(APIStatusError) as caught:
+            client.images.generate(model="sdxl", prompt="x", size="16384x16384")
+        assert caught.value.status_code == 413
 
 
 def test_threads_stay_few_after_forwards_of_every_worker(served):

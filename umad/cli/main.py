@@ -1,7 +1,7 @@
-"""umadctl: the operator's commands, each a thin call over the client.
+"""umadctl: the operator's commands, each a thin call over the client; ``bench`` asks a server.
 
-Exit codes: 0 done, 1 the doctor found what keeps umad from starting, 2 wrong usage,
-3 no daemon, 4 not allowed, 78 a configuration with problems.
+Exit codes: 0 done, 1 the doctor found what keeps umad from starting, or bench got no answer,
+2 wrong usage, 3 no daemon, 4 not allowed, 78 a configuration with problems.
 """
 
 import json
@@ -15,7 +15,7 @@ import psutil
 from rich.console import Console
 
 from umad import __version__, config
-from umad.cli import admin, adopt, render
+from umad.cli import admin, adopt, bench, render
 from umad.cli import doctor as report
 from umad.cli import fit as costs
 from umad.cli import snapshot as bundle
@@ -197,7 +197,7 @@ def _settings(file: Path) -> Settings:
     )
 
 
-for command in (adopt.run, adopt.adopt, adopt.disown, *admin.COMMANDS):
+for command in (bench.bench, adopt.run, adopt.adopt, adopt.disown, *admin.COMMANDS):
     cli.add_command(command)
 
 

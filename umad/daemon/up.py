@@ -42,7 +42,7 @@ async def _run(config: Path, settings: Settings, daemon_flags: list[str]) -> int
     programs = [_Program("umad", daemon, nice=DAEMON_NICE)]
     if not settings.models:
         _say("no [[model]] in the configuration: only the daemon runs")
-    elif importlib.util.find_spec("fastapi") is None:
+    elif importlib.util.find_spec("starlette") is None:
         _say("umad-serve is not installed (pip install 'umad[serve]'): only the daemon runs")
     else:
         programs.append(_Program("umad-serve", serve))

@@ -7,13 +7,16 @@ SIGKILL are its own.
 
 | from | message | params |
 |---|---|---|
-| engine | request ``run`` | ``request`` (id), ``job``, ``deadline_s`` (both have one clock) |
+| engine | request ``run`` | ``request`` (id), ``job``, ``deadline_s`` (both have one clock), \
+``stream`` |
 | engine | notification ``cancel`` | ``request`` |
 | engine | notification ``load`` | ``wait_s``: somebody wants the model |
 | engine | notification ``keep`` | the same, of one that was asked to go |
 | engine | notification ``stop`` | unload and end |
 | engine | notification ``retire`` | ``reason``; the same, after the job at work |
 | child | notification ``state`` | the fields of ``ModelState`` |
+| child | notification ``chunk`` | ``request``, ``text``: what its answer has grown by |
+| child | notification ``work`` | the fields of ``Figures`` |
 | child | notification ``unloaded`` | it ends, since its model had to go |
 | child | notification ``reloaded`` | the daemon has read its configuration again |
 
@@ -116,6 +119,8 @@ class _Child:
             lambda: os._exit(POISONED),
             stuck=lambda _: os._exit(POISONED),
             guard=self._settings.serve.guard,
+            window_s=self._settings.batching_window_s,
+            tell=lambda _model, _instance, shown: self._channel.notify("work", shown),
             ends_unloaded=True,
         )
 
@@ -152,7 +157,14 @@ class _Child:
             def reply(result: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> None:
                 self._channel.answer(ident, result=result, error=error)
 
-            self._queue.put(Job(params["request"], params["job"], params["deadline_s"], reply))
+            request = params["request"]
+
+            def emit(text: str) -> None:
+                self._channel.notify("chunk", {"request": request, "text": text})
+
+            job = Job(request, params["job"], params["deadline_s"], reply)
+            job.emit = emit if params["stream"] else None
+            self._queue.put(job)
         elif isinstance(message, Notification):
             match message.method:
                 case "cancel":

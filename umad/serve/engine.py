@@ -105,6 +105,8 @@ class Engine:
     def _on_request(self, ident: int, method: str, params: dict[str, Any]) -> None:
         if method == "run":
             self._take(ident, params)
+        elif method == "ping":
+            self._peer.answer(ident)
         elif method == "stop":
             self._begin_stop(ident)
         elif method == "reload":
@@ -129,11 +131,19 @@ class Engine:
             return
 
         def reply(result: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> None:
+            if result is not None:
+                result = {**result, "queued_s": job.began_s - job.arrived_s}
             self._loop.call_soon_threadsafe(self._answer, ident, request, result, error)
+
+        def emit(text: str) -> None:
+            chunk = {"request": request, "text": text}
+            self._loop.call_soon_threadsafe(self._peer.notify, "chunk", chunk)
 
         self._models_of[request] = model
         self._loop.call_later(wait_s, waiting.expire, request)
-        waiting.put(Job(request, params["job"], time.monotonic() + wait_s, reply))
+        job = Job(request, params["job"], time.monotonic() + wait_s, reply)
+        job.emit = emit if params.get("stream", False) else None
+        waiting.put(job)
 
     def _answer(
         self,
@@ -251,7 +261,14 @@ class Engine:
         waiting, hold_s = self._queues[model.name], self._holds.pop(model.name, 0.0)
         if model.isolation == "process":
             return ModelProcess(
-                model, instance, waiting, self._nursery, self._report, hold_s, self._on_reloaded
+                model,
+                instance,
+                waiting,
+                self._nursery,
+                self._report,
+                hold_s,
+                self._on_reloaded,
+                self._tell,
             )
         books = self._books
         assert books is not None
@@ -278,6 +295,8 @@ class Engine:
                 wait_s,
                 take_its_place,
                 self._settings.serve.guard,
+                window_s=self._settings.batching_window_s,
+                tell=self._tell,
             )
 
         return new(hold_s)
@@ -318,6 +337,10 @@ class Engine:
         params = {"model": model, "instance": instance, **asdict(state)}
         self._loop.call_soon_threadsafe(self._peer.notify, "state", params)
 
+    def _tell(self, model: str, instance: int, figures: dict[str, Any]) -> None:
+        params = {"model": model, "instance": instance, **figures}
+        self._loop.call_soon_threadsafe(self._peer.notify, "work", params)
+
     def _on_recycle(self, told: Mapping[str, Any]) -> None:
         if told["process"]:
             self._loop.call_soon_threadsafe(self._start_afresh, told["reason"])
@@ -349,7 +372,7 @@ def main(
     text = read_config(flags.config)
     settings = check_config(text, "the configuration")
     holds = {name: float(wait_s) for name, _, wait_s in (h.partition("=") for h in flags.hold)}
-    chosen = libraries or _import_libraries
+    chosen = libraries or bring_all
     nursery = Nursery(text, link_limits(settings), flags.log_format, zygote)
     # The loop must get the interpreter soon, among threads that run Python between two kernels.
     sys.setswitchinterval(0.001)
@@ -373,7 +396,8 @@ def _die_with(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def _import_libraries(settings: Settings) -> Load:
+def bring_all(settings: Settings) -> Load:
+    """Import what the models of this process need, and return what reads them."""
     load = bring()
     # Their modules belong to the runtime too, and not to whoever is loaded first.
     warm(model.path for model in settings.models if model.isolation == "thread")

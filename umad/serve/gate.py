@@ -1,7 +1,8 @@
-"""Who may come in: the front's bounds on bodies, clients and queues, and the form of a refusal.
+"""Who may come in: the front's bounds on requests, bodies and queues, and the form of a refusal.
 
-Owns three counts (body bytes held, requests per client, requests per model) and nothing about
-memory: that is the daemon's.  Rules: a request is judged before its body is read; a body weighs
+Owns four counts (requests in work, body bytes held, requests per client, requests per model) and
+nothing about memory: that is the daemon's.  Rules: a request is judged, and waits for its turn,
+before its body is read; a body weighs
 the larger of what it declares and what has arrived; a refusal is an OpenAI error body, with
 Retry-After (jittered, so that denied clients do not come back as one) where asking again helps.
 Stays out: what a request says.
@@ -10,18 +11,28 @@ Stays out: what a request says.
 import asyncio
 import contextlib
 import math
+import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
 
+from anyio import CapacityLimiter
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from umad.config import ModelSettings, ServeSettings
-from umad.errors import BodyTimeout, BodyTooLarge, InvalidParams, Overloaded, UmadError
+from umad.config import ServeSettings
+from umad.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    InvalidParams,
+    Overloaded,
+    UmadError,
+    WaitedTooLong,
+)
+from umad.serve.spans import CLIENT_GONE, Span, span_of
 from umad.units import format_bytes
 
 BODY_TIMEOUT_S: Final = 60.0
@@ -29,6 +40,8 @@ LINGER_S: Final = 1.0
 # Bodies of full size that may be held at once, so that what the front itself holds stays bounded
 # (a body exists up to four times on its way: bytes, text, decoded image, message to the engine).
 BODIES_HELD: Final = 4
+REQUESTS_PER_CORE: Final = 4
+REQUESTS_MAX: Final = 100
 # A refusal that is no fault of the request is 429 or 503 to a client, whatever umad's own
 # programs say to each other (a lease that expired is a 409 between them).
 _SHOWN: Final = frozenset({400, 404, 405, 408, 413, 429, 503})
@@ -41,24 +54,35 @@ def retry_after_s(base_s: float | None) -> int:
     return base + random.randint(0, max(4, base))
 
 
-def error_response(
-    status: int,
-    message: str,
-    code: str,
-    *,
-    param: str | None = None,
-    details: Mapping[str, Any] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    """An OpenAI error body."""
+def requests_max(serve: ServeSettings) -> int:
+    """Requests that may be in work at a time."""
+    cores = len(os.sched_getaffinity(0))  # what systemd leaves to this process
+    return serve.requests_max or min(REQUESTS_MAX, REQUESTS_PER_CORE * cores)
+
+
+def error_body(
+    status: int, message: str, code: str, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """An OpenAI error; ``param`` is taken from the details."""
+    shown = dict(details or {})
     error = {
         "message": message,
         "type": _TYPES.get(status, "invalid_request_error"),
-        "param": param,
+        "param": shown.pop("param", None),
         "code": code,
-        "details": dict(details or {}),
+        "details": shown,
     }
-    return JSONResponse({"error": error}, status, dict(headers or {}))
+    return {"error": error}
+
+
+def status_of(error: UmadError) -> int:
+    """The HTTP status of a refusal."""
+    return error.http_status if error.http_status in _SHOWN else 503
+
+
+def refusal_body(error: UmadError) -> dict[str, Any]:
+    """What a client is told of a refusal."""
+    return error_body(status_of(error), error.message, error.code, error.details)
 
 
 def refusal(error: UmadError, *, close: bool = False) -> JSONResponse:
@@ -68,36 +92,41 @@ def refusal(error: UmadError, *, close: bool = False) -> JSONResponse:
         error: why.
         close: the body was not read to its end, so the connection cannot serve another request.
     """
-    status = error.http_status if error.http_status in _SHOWN else 503
+    status = status_of(error)
     headers = {"Connection": "close"} if close else {}
     if status in (429, 503):
         headers["Retry-After"] = str(retry_after_s(error.retry_after_s))
-    return error_response(status, error.message, error.code, details=error.details, headers=headers)
+    return JSONResponse(refusal_body(error), status, headers)
 
 
 class Gate:
     """The counts; one per front, touched by its one event loop only."""
 
-    def __init__(self, serve: ServeSettings, models: tuple[ModelSettings, ...]) -> None:
-        self.follow(serve, models)
+    def __init__(self, serve: ServeSettings) -> None:
+        self._turns = CapacityLimiter(1)
+        self.follow(serve)
         self.clients: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
         self.body_bytes = 0
-        self.refused: Counter[str] = Counter()
-        self.client_gone = 0
 
-    def follow(self, serve: ServeSettings, models: tuple[ModelSettings, ...]) -> None:
+    @property
+    def waiting(self) -> int:
+        """Requests whose turn has not come."""
+        return self._turns.statistics().tasks_waiting
+
+    def follow(self, serve: ServeSettings) -> None:
         """Hold to these bounds from now on."""
         self._serve = serve
-        self._places_max = {model.name: serve.queue_max + model.instances for model in models}
+        self._turns.total_tokens = requests_max(serve)
 
-    @contextlib.contextmanager
-    def visit(self, client: str, declared: int | None) -> Iterator["Visit"]:
+    @contextlib.asynccontextmanager
+    async def visit(self, client: str, declared: int | None, span: Span) -> AsyncIterator["Visit"]:
         """One request of a client, from its headers to its answer.
 
         Raises:
             BodyTooLarge: it declares more than ``body_max``.
             Overloaded: the client has its share in work, or the front holds enough bodies.
+            WaitedTooLong: its turn did not come within ``wait_max``.
         """
         most = self._serve.requests_per_client_max
         if self.clients[client] >= most:
@@ -106,34 +135,61 @@ class Gate:
                 details={"reason": "client_share", "limit": most},
             )
         visit = Visit(self, self._serve.body_max)
+        visit.check(declared or 0)
         self.clients[client] += 1
         try:
-            visit.weigh(declared or 0)
-            yield visit
+            async with self._turn(span):
+                visit.weigh(declared or 0)
+                yield visit
         finally:
             self.body_bytes -= visit.weight
             self.clients[client] -= 1
             if not self.clients[client]:
                 del self.clients[client]  # addresses must not pile up over days
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, span: Span) -> AsyncIterator[None]:
+        """One of the requests in work."""
+        me = object()
+        try:
+            with span.inside("gate"):
+                async with asyncio.timeout(self._serve.wait_max):
+                    await self._turns.acquire_on_behalf_of(me)
+        except TimeoutError as error:
+            most = int(self._turns.total_tokens)
+            raise WaitedTooLong(
+                f"{most} requests were in work all the time (serve.requests_max)",
+                retry_after_s=5,
+                details={"reason": "requests_max", "limit": most},
+            ) from error
+        try:
+            yield
+        finally:
+            self._turns.release_on_behalf_of(me)
+
     @contextlib.contextmanager
-    def place(self, model: str) -> Iterator[None]:
-        """A place in a model's queue, kept until the request is answered.
+    def places_for(self, model: str, jobs: int, at_once: int) -> Iterator[None]:
+        """Places in a model's queue for the jobs of one request, kept until it is answered.
+
+        Args:
+            model: its name.
+            jobs: how many.
+            at_once: jobs that the model works on at once; as many do not wait.
 
         Raises:
             Overloaded: the queue is full.
         """
-        most = self._places_max[model]
-        if self.places[model] >= most:
+        most = self._serve.queue_max + at_once
+        if self.places[model] + jobs > most:
             raise Overloaded(
-                f"{most} requests wait for {model} or are in work",
+                f"{self.places[model]} of {most} places at {model} are taken; this needs {jobs}",
                 details={"reason": "queue_full", "limit": most, "model": model},
             )
-        self.places[model] += 1
+        self.places[model] += jobs
         try:
             yield
         finally:
-            self.places[model] -= 1
+            self.places[model] -= jobs
 
     def hold(self, more: int) -> None:
         """Count body bytes.
@@ -161,6 +217,18 @@ class Visit:
         self.weight = 0
         self.refused: UmadError | None = None
 
+    def check(self, size: int) -> None:
+        """Pass a body of this size.
+
+        Raises:
+            BodyTooLarge: above the limit of one body.
+        """
+        if size > self._limit:
+            raise BodyTooLarge(
+                f"the body is larger than {format_bytes(self._limit)} (serve.body_max)",
+                details={"limit": self._limit},
+            )
+
     def weigh(self, size: int) -> None:
         """Say that the body is at least this large.
 
@@ -168,27 +236,25 @@ class Visit:
             BodyTooLarge: above the limit of one body.
             Overloaded: above what is left for all bodies.
         """
-        if size > self._limit:
-            raise BodyTooLarge(
-                f"the body is larger than {format_bytes(self._limit)} (serve.body_max)",
-                details={"limit": self._limit},
-            )
+        self.check(size)
         if size > self.weight:
             self._gate.hold(size - self.weight)
             self.weight = size
 
-    async def receive(self, receive: Receive, deadline_s: float) -> Message:
+    async def receive(self, receive: Receive, deadline_s: float, span: Span) -> Message:
         """The next message; a body that is refused ends as if the client had left.
 
         Args:
             receive: the server's.
             deadline_s: when the body must be complete, in the loop's time.
+            span: of the request.
         """
         if self._complete:
             return await receive()
         try:
-            async with asyncio.timeout_at(deadline_s):
-                message = await receive()
+            with span.inside("body"):
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
             if message["type"] == "http.request":
                 self._arrived += len(message.get("body", b""))
                 self.weigh(self._arrived)
@@ -218,24 +284,28 @@ class GateMiddleware:
         try:
             # A unix socket has no address: whoever reaches it is one client.
             client = scope["client"][0] if scope.get("client") else "local"
-            with self._gate.visit(client, _declared(scope)) as visit:
+            async with self._gate.visit(client, _declared(scope), span_of(scope)) as visit:
                 await self._guarded(visit, scope, receive, send)
         except UmadError as error:
-            self._gate.refused[error.code] += 1
+            span_of(scope).fail(error)
             linger_s = min(LINGER_S, self._body_timeout_s)
             await _answer_and_linger(refusal(error, close=True), linger_s, scope, receive, send)
 
     async def _guarded(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
         deadline_s = asyncio.get_running_loop().time() + self._body_timeout_s
+        span = span_of(scope)
 
         async def send_unless_refused(message: Message) -> None:
             # What the application answers to a client that seems to have left is not the reason.
             if visit.refused is None:
                 await send(message)
 
-        # A client that left needs no answer, and one that was refused gets the true one.
-        with contextlib.suppress(ClientDisconnect):
-            await self._app(scope, lambda: visit.receive(receive, deadline_s), send_unless_refused)
+        try:
+            await self._app(
+                scope, lambda: visit.receive(receive, deadline_s, span), send_unless_refused
+            )
+        except ClientDisconnect:  # it left and needs no answer, or it is refused and gets that
+            span.code = CLIENT_GONE
         if visit.refused is not None:
             raise visit.refused
 

@@ -3,14 +3,15 @@
 Owns ``Job`` and ``JobQueue``.  Rules: every job is answered exactly once: by its run, its
 cancellation, its deadline, or the end of the last instance that could have run it; a job whose
 client has left or whose deadline has passed never begins; of the instances without their model
-only as many load it as jobs need.  Its length is bounded by the front's gate.  Stays out: running
-a job.
+only as many load it as jobs need, those at work that would take more being enough.  Its length
+is bounded by the front's gate.  Stays out: running a job.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 from umad.errors import ModelLoading, UmadError, WaitedTooLong
@@ -24,8 +25,10 @@ class Job:
     """One request's work.
 
     ``deadline_s`` is the monotonic time by which it must have begun; ``reply`` takes a result or
-    an error map and may be called from any thread.  ``on_cancel`` is for work that is done
-    elsewhere: it is called, once or more, when a job at work is cancelled.
+    an error map and may be called from any thread; so may ``emit``, which takes what the answer
+    has grown by and is there where a stream was asked for.  ``on_cancel`` is for work that is done
+    elsewhere: it is called, once or more, when a job at work is cancelled.  ``prepared`` is the
+    job as its model reads it, once one has; ``began_s`` when it was taken, the last time.
     """
 
     request: str
@@ -35,6 +38,11 @@ class Job:
     cancelled: bool = False
     answered: bool = False
     on_cancel: Callable[[], None] | None = None
+    emit: Callable[[str], None] | None = None
+    arrived_s: float = field(default_factory=time.monotonic)
+    began_s: float = 0.0
+    prepared: Any = None
+    taker: int = 0
 
 
 class JobQueue:
@@ -44,6 +52,7 @@ class JobQueue:
     load it for that; one that would have to load it rests.
 
     Attributes:
+        arrivals: how many jobs have come to wait.
         on_arrival: called for each job that comes; set by an instance that was asked to go.
         not_yet: what a job is told that waits in vain for the model to be loaded.
     """
@@ -55,6 +64,7 @@ class JobQueue:
         self._at_work: dict[str, Job] = {}
         self._seats = 0
         self._resting = 0
+        self.arrivals = 0
         self.on_arrival: Callable[[], None] | None = None
         self.not_yet: Callable[[], UmadError] | None = None
 
@@ -80,6 +90,7 @@ class JobQueue:
             seated = self._seats > 0
             if seated:
                 self._waiting[job.request] = job
+                self.arrivals += 1
                 self._changed.notify_all()
         if not seated:
             refused = ModelLoading(f"{self._model} is not loaded now", retry_after_s=5)
@@ -95,16 +106,20 @@ class JobQueue:
             late = time.monotonic() >= job.deadline_s
             if self._seats and not job.cancelled and not late:
                 self._waiting = {job.request: job, **self._waiting}
+                self.arrivals += 1
                 self._changed.notify_all()
                 return
         self.answer(job, error=gone() if job.cancelled else self._in_vain())
 
-    def take(self, ended: Callable[[], bool], idle_s: float | None = None) -> Job | None:
+    def take(
+        self, ended: Callable[[], bool], idle_s: float | None = None, *, full: bool = True
+    ) -> Job | None:
         """The next job, waiting for one.
 
         Args:
             ended: asked after each ``wake`` whether to give up.
             idle_s: seconds without a job after which to give up, too.
+            full: the instance takes no more before it is done.
 
         Returns:
             None when it gave up.
@@ -113,10 +128,32 @@ class JobQueue:
             self._changed.wait_for(lambda: self._waiting or ended(), idle_s)
             if ended() or not self._waiting:
                 return None
-            request = next(iter(self._waiting))
-            job = self._at_work[request] = self._waiting.pop(request)
-            self._changed.notify_all()  # one that rests may be needed for the next
+            (job,) = self._begin([next(iter(self._waiting))], full=full)
             return job
+
+    def first(self, most: int) -> list[Job]:
+        """The first of those that wait, in order; they go on waiting."""
+        with self._changed:
+            return list(islice(self._waiting.values(), most))
+
+    def claim(self, requests: Iterable[str], *, full: bool) -> list[Job]:
+        """Take some of those that wait; who has left meanwhile is not among them.
+
+        Args:
+            requests: in the order in which to take them.
+            full: the instance takes no more before it is done with them.
+        """
+        with self._changed:
+            return self._begin(requests, full=full)
+
+    def _begin(self, requests: Iterable[str], *, full: bool) -> list[Job]:
+        jobs = [self._waiting.pop(request) for request in requests if request in self._waiting]
+        for job in jobs:
+            job.taker = threading.get_ident() if full else 0
+            job.began_s = time.monotonic()
+            self._at_work[job.request] = job
+        self._changed.notify_all()  # one that rests may be needed for the next
+        return jobs
 
     def rest(self, ended: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """For an instance without its model: wait until a job needs it, and tell whether one does.
@@ -125,7 +162,8 @@ class JobQueue:
         """
 
         def needed() -> bool:
-            return bool(self._waiting) and self._seats - self._resting <= len(self._at_work)
+            full = {job.taker for job in self._at_work.values() if job.taker}
+            return bool(self._waiting) and self._seats - self._resting <= len(full)
 
         with self._changed:
             self._resting += 1
@@ -135,7 +173,7 @@ class JobQueue:
             finally:
                 self._resting -= 1
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
         """Wait for what ``wake`` tells of."""
         with self._changed:
             self._changed.wait_for(condition, timeout_s)
@@ -168,6 +206,16 @@ class JobQueue:
         with self._changed:
             job = self._waiting.pop(request, None)
         if job is not None:
+            self.answer(job, error=self._in_vain())
+
+    def drop_late(self) -> None:
+        """Answer those that have waited too long, where no timer does."""
+        now_s = time.monotonic()
+        with self._changed:
+            late = [job for job in self._waiting.values() if job.deadline_s <= now_s]
+            for job in late:
+                del self._waiting[job.request]
+        for job in late:
             self.answer(job, error=self._in_vain())
 
     def wake(self) -> None:

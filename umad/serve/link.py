@@ -6,14 +6,20 @@ Owns the form of what the two say to each other and each one's view of the other
 | from | message | params |
 |---|---|---|
 | front | request ``run`` | ``model``, ``job``, ``request`` (id), ``deadline_s`` (of its queuing) |
+| | | and, where chunks are wanted, ``stream``: true |
 | front | notification ``cancel`` | ``request`` |
+| front | request ``ping`` | answered at once, as long as the engine's loop turns |
 | front | request ``stop`` | answered when the workers are gone |
 | front | request ``reload`` | ``config`` (text); answered when it was read |
+| engine | notification ``chunk`` | ``request``, ``text``: what its answer has grown by |
 | engine | notification ``state`` | ``model``, ``instance`` and the fields of ``ModelState`` |
+| engine | notification ``work`` | ``model``, ``instance`` and the fields of ``Figures`` |
 | engine | notification ``reloaded`` | none: the daemon has read its configuration again |
 
-Rules: every ``run`` is answered, cancelled ones too; a vector travels as little-endian float32
-bytes; the death of one end is an event for the other, never an exception out of the loop.
+Rules: every ``run`` is answered, cancelled ones too; its chunks come before its answer, at most
+one for each token, and together they are the answer's ``text``; a vector travels as little-endian
+float32 bytes; a result says how long its job had waited to begin (``queued_s``); the death of one
+end is an event for the other, never an exception out of the loop.
 """
 
 import asyncio
@@ -38,6 +44,7 @@ from umad.errors import (
     WorkerLost,
     from_wire,
 )
+from umad.serve.figures import sum_of
 from umad.wire.connection import Connection
 from umad.wire.frames import Limits
 from umad.wire.messages import Message, Notification, Request, Response
@@ -68,7 +75,8 @@ class ModelState:
 
     ``stage`` and ``ratio`` (0..1) are the load's progress, ``resident`` its bytes once ready,
     ``error`` an error map that says why it is not, ``retry_after_s`` when that may change.
-    ``device`` is where a model that is ready runs.  ``device_quota`` says of one on a GPU whether
+    ``device`` is where a model that is ready runs, ``takes`` how many jobs it can use at once.
+    ``device_quota`` says of one on a GPU whether
     its quota binds there: "on", or "off: " and why.
     """
 
@@ -80,6 +88,7 @@ class ModelState:
     retry_after_s: float | None = None
     device_quota: str = ""
     device: str = ""
+    takes: int = 1
 
 
 class LinkPeer(asyncio.Protocol):
@@ -207,6 +216,8 @@ class EngineLink:
         self._instances = _instances(settings)
         self._peer: LinkPeer | None = None
         self._states: dict[str, list[ModelState]] = {}
+        self._streams: dict[str, Callable[[str], None]] = {}  # by request, while it runs
+        self._work: dict[tuple[str, int], dict[str, Any]] = {}  # by model and instance
         self._forget("the inference process is starting")
         self.restarts = 0
         self.back_in_s = 1.0
@@ -255,7 +266,13 @@ class EngineLink:
         raise error
 
     async def run(
-        self, model: str, job: Mapping[str, Any], *, request: str, deadline_s: float
+        self,
+        model: str,
+        job: Mapping[str, Any],
+        *,
+        request: str,
+        deadline_s: float,
+        on_chunk: Callable[[str], None] | None = None,
     ) -> Mapping[str, Any]:
         """Have a job done; cancelling this cancels the job.
 
@@ -264,6 +281,8 @@ class EngineLink:
             job: the plain map of the model's kind.
             request: an id that no other open request has.
             deadline_s: how long it may wait for its turn.
+            on_chunk: called in the loop with each piece of the answer's text as it comes, in
+                order; the last one comes before this returns.
 
         Raises:
             InvalidParams: the job holds what the link cannot carry.
@@ -273,6 +292,9 @@ class EngineLink:
             raise _lost(self.back_in_s)
         peer = self._peer
         asked = {"model": model, "job": job, "request": request, "deadline_s": deadline_s}
+        if on_chunk is not None:
+            asked["stream"] = True
+            self._streams[request] = on_chunk
         try:
             result = await peer.call("run", asked)
         except asyncio.CancelledError:
@@ -282,6 +304,8 @@ class EngineLink:
             raise InvalidParams(
                 f"the request cannot travel to the model: {error.message}"
             ) from error
+        finally:
+            self._streams.pop(request, None)
         if not isinstance(result, Mapping):
             raise RemoteProtocolError("the engine answered with something that is no map")
         return result
@@ -302,6 +326,7 @@ class EngineLink:
         shown = asdict(self._best(model))
         if self._instances[model] > 1:
             shown["instances"] = [asdict(state) for state in self._states[model]]
+        shown["work"] = sum_of(one for (name, _), one in self._work.items() if name == model)
         return shown
 
     def describe(self) -> dict[str, Any]:
@@ -316,6 +341,20 @@ class EngineLink:
     def takes_requests(self, model: str) -> bool:
         """Whether a request would be answered: the model is loaded, or it would be for that."""
         return self._best(model).state in TAKES_REQUESTS
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the engine is there and its loop turns: then no job waits past its deadline."""
+        if self._peer is None:
+            return False
+        try:
+            await asyncio.wait_for(self._peer.call("ping", {}), timeout_s)
+        except (TimeoutError, UmadError):
+            return False
+        return True
+
+    def at_once(self, model: str) -> int:
+        """How many jobs the instances of a model can use at once."""
+        return sum(state.takes for state in self._states[model])
 
     async def reload(self, settings: Settings, text: str) -> None:
         """Know the models of a new configuration, and have the engine use it."""
@@ -334,10 +373,17 @@ class EngineLink:
     def _forget(self, why: str) -> None:
         unknown = ModelState(error=WorkerLost(why).to_wire())
         self._states = {name: [unknown] * count for name, count in self._instances.items()}
+        self._work.clear()  # the next engine counts from 0
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "reloaded":
             self.on_reloaded()
+            return
+        if method == "chunk":
+            self._stream(params)
+            return
+        if method == "work":
+            self._count(params)
             return
         try:
             if method != "state":
@@ -352,6 +398,23 @@ class EngineLink:
         if instance in range(self._instances.get(model, 0)):
             self._states[model][instance] = state
             self.on_change(model, state)
+
+    def _count(self, params: dict[str, Any]) -> None:
+        try:
+            model, instance = params.pop("model"), params.pop("instance")
+            sum_of([params])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RemoteProtocolError("the engine sent figures that cannot be read") from error
+        if instance in range(self._instances.get(model, 0)):
+            self._work[model, instance] = params
+
+    def _stream(self, params: dict[str, Any]) -> None:
+        request, text = params.get("request"), params.get("text")
+        if not isinstance(request, str) or not isinstance(text, str):
+            raise RemoteProtocolError("the engine sent a chunk that cannot be read")
+        # Of one that was cancelled meanwhile some may be on their way still.
+        if (on_chunk := self._streams.get(request)) is not None:
+            on_chunk(text)
 
 
 def not_loaded(model: str, error: UmadError) -> UmadError:

@@ -5,6 +5,9 @@ ended.  Stays out: when a model is loaded, and for whom.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any, Final, Protocol
 
 import structlog
@@ -15,7 +18,7 @@ from umad.core.cost import BEYOND_MAX, CostModel, Sample
 from umad.errors import UmadError
 from umad.serve.devices import Place
 from umad.serve.jobs import Job
-from umad.serve.kinds.base import Runner
+from umad.serve.kinds.base import Prepared, Result, Runner, Tells, Together
 from umad.serve.link import pack_vector
 from umad.serve.translate import translated
 from umad.settings import ModelSettings
@@ -42,6 +45,16 @@ class Load(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A forward: at most so many tokens in each of its rows, and bytes; and how it is done."""
+
+    tokens: int
+    rows: int
+    worst_case: int
+    run: Callable[[], list[Result]]
+
+
 class Loaded:
     """A model in a box: the lease hangs on the box, so the model can go before the lease does.
 
@@ -49,12 +62,16 @@ class Loaded:
         name: of the instance, for the log.
         runner: the model.
         place: where it lives.
+
+    Attributes:
+        run_s: seconds of the last forward that went well.
     """
 
     def __init__(self, name: str, runner: Runner, place: Place) -> None:
         self._name = name
         self.runner = runner
         self.place = place
+        self.run_s = 0.0
         self._cost = CostModel()
 
     def learn(self, client: Client, model: ModelSettings) -> None:
@@ -67,48 +84,90 @@ class Loaded:
         else:
             self._cost = CostModel(Sample(*row) for row in known.get("samples", ()))
 
+    def room(self, worker: Worker, quota: int) -> int:
+        """Bytes that a forward may take within ``quota``; below 0 where the model is over it."""
+        held = self.runner.resident_bytes
+        if worker.account is not None:  # what it keeps from run to run is there already
+            held = max(held, worker.account_bytes + HUGE_PAGES_BYTES)
+        return quota - held
+
+    def predict(self, worker: Worker, tokens: int, rows: int, worst_case: int) -> int:
+        """Bytes to book for a forward of so many rows of so many tokens."""
+        # One that is far larger than any since the load builds caches, too, which no sample shows.
+        known = tokens * rows <= BEYOND_MAX * worker.meter.warmed
+        return self._cost.predict(tokens, rows, worst_case, known=known)
+
+    def observe(self, sample: Sample) -> None:
+        """A forward has taken so much."""
+        self._cost.observe(sample)
+
+    def alone(self, job: Job) -> Work:
+        """The forward that answers one job.
+
+        Raises:
+            UmadError: the job means nothing to the model.
+        """
+        runner, data = self.runner, job.data
+
+        def cancelled() -> bool:
+            return job.cancelled
+
+        if isinstance(runner, Together):
+            read: Prepared = job.prepared
+            run = partial(runner.run_together, [read], cancelled)
+            return Work(read.tokens, read.rows, read.bytes_needed, run)
+        answer = (
+            partial(runner.run_telling, data, cancelled, job.emit)
+            if isinstance(runner, Tells)
+            else partial(runner.run, data, cancelled)
+        )
+        with translated(self._name, "job"):
+            worst_case = runner.bytes_needed(data)
+            tokens, rows = runner.size(data)
+        return Work(tokens, rows, worst_case, lambda: [answer()])
+
     def run(
-        self, worker: Worker, job: Job, quota: int, wait_s: float, check: Callable[[], None]
-    ) -> dict[str, Any]:
-        """Do a job.
+        self, worker: Worker, work: Work, quota: int, wait_s: float, check: Callable[[], None]
+    ) -> list[dict[str, Any]]:
+        """Do a forward; the results are as they travel.
 
         Args:
             worker: whose quota it is.
-            job: is asked between steps whether it was cancelled.
+            work: what to do.
             quota: what the model may hold without asking, in bytes.
             wait_s: for the bytes beyond it.
-            check: raises why the job is not to begin, or its result not to be used.
+            check: raises why it is not to begin, or its results not to be used.
 
         Raises:
             UmadError: the bytes were refused, or the model failed.
         """
-        runner = self.runner
-        with translated(self._name, "job"):
-            worst_case = runner.bytes_needed(job.data)
-            tokens, rows = runner.size(job.data)
-        # One that is far larger than any since the load builds caches, too, which no sample shows.
-        known = tokens * rows <= BEYOND_MAX * worker.meter.warmed
-        need = self._cost.predict(tokens, rows, worst_case, known=known)
-        held = runner.resident_bytes
-        if worker.account is not None:  # what it keeps from run to run is there already
-            held = max(held, worker.account_bytes + HUGE_PAGES_BYTES)
-        beyond = max(0, held + need - quota)
-        forward = worker.forward(beyond, predicted=need, tokens=tokens, batch=rows, wait_s=wait_s)
+        need = self.predict(worker, work.tokens, work.rows, work.worst_case)
+        beyond = max(0, need - self.room(worker, quota))
+        forward = worker.forward(
+            beyond, predicted=need, tokens=work.tokens, batch=work.rows, wait_s=wait_s
+        )
         try:
             with forward:
                 check()
                 try:
                     with translated(self._name, "job"), self.place.use():
-                        done = runner.run(job.data, lambda: job.cancelled)
+                        began_s = perf_counter()
+                        done = work.run()
+                        self.run_s = perf_counter() - began_s
                 finally:
                     if beyond:  # torch would keep the burst's segments after its lease has ended
                         self.place.release()
-                forward.tokens, forward.batch = done.size or (tokens, rows)
+                if len(done) == 1 and done[0].size is not None:
+                    forward.tokens, forward.batch = done[0].size
                 check()  # a run that was cut short ends like any other, and shows nothing
         finally:
             if forward.peak is not None:  # it began
                 took = (forward.tokens, forward.batch, forward.peak, need)
                 self._cost.observe(Sample(*took, exact=forward.exact))
-        if "vectors" in done.data:
-            return {**done.data, "vectors": [pack_vector(one) for one in done.data["vectors"]]}
-        return done.data
+        return [_travelling(result.data) for result in done]
+
+
+def _travelling(data: dict[str, Any]) -> dict[str, Any]:
+    if "vectors" in data:
+        return {**data, "vectors": [pack_vector(one) for one in data["vectors"]]}
+    return data

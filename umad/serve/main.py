@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     import uvicorn
 
 DEFAULT_CONFIG: Final = "/etc/umad/umad.toml"
-TICK_S: Final = 1
-CONNECTIONS_MAX: Final = 2000  # the last resort, below common limits of open files
-DRAIN_S: Final = 5  # what is in work may still finish within this after SIGTERM
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,10 +117,10 @@ async def _serve(
     environment: dict[str, str],
 ) -> None:
     import structlog
-    import uvicorn
 
     from umad.host.notify import Notifier
     from umad.serve.app import create_app
+    from umad.serve.http import make_server
     from umad.serve.link import EngineLink, ModelState
     from umad.serve.reload import Reloader
     from umad.serve.supervisor import Supervisor, engine_command
@@ -163,20 +160,7 @@ async def _serve(
     link.on_change = on_change
     link.on_reloaded = reload
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            limit_concurrency=CONNECTIONS_MAX,
-            timeout_graceful_shutdown=DRAIN_S,
-            callback_notify=on_tick,
-            timeout_notify=TICK_S,
-        )
-    )
+    server = make_server(app, on_tick)
     with _signals_end(server):
         supervision = asyncio.ensure_future(supervisor.run())
         # A supervisor that fails is our bug: end, so that systemd starts all of it afresh.

@@ -1,8 +1,9 @@
 """One model instance in a process of its own, seen from the engine.
 
 Owns ``ModelProcess``: it stands where ``worker.ModelThread`` stands for a model of the engine's
-own, takes jobs from the same queue, and carries them to the child (``child``), one at a time.
-Rules: a child's end is the end of its job alone, and no restart of the engine; the job is
+own, takes jobs from the same queue, and carries them to the child (``child``): one at a time, or
+as many as it says that it can use at once.
+Rules: a child's end is the end of the jobs it was given, and no restart of the engine; they are
 answered then (``WorkerLost``); another is forked after a wait that doubles, from 5 s to 5 min,
 until one has lived for 10 min.  A child whose model had to go ends, so that all of its memory is
 back; the next one is forked at once, and is cold.
@@ -11,7 +12,7 @@ back; the next one is forked at once, and is cold.
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -25,6 +26,7 @@ from umad.errors import (
     WorkerRevoked,
     from_wire,
 )
+from umad.serve.figures import sum_of
 from umad.serve.instance import Instance, stopped
 from umad.serve.jobs import Job, JobQueue, Seat
 from umad.serve.link import MODEL_STATES, TAKES_REQUESTS, ModelState, not_loaded
@@ -49,6 +51,7 @@ class ModelProcess(Instance):
         report: told every change of state; called from two threads.
         hold_s: wait this long before the first fork.
         reloaded: told that the daemon has read its configuration again.
+        tell: told what was done: model, instance and ``Figures`` as plain values.
     """
 
     def __init__(
@@ -60,11 +63,13 @@ class ModelProcess(Instance):
         report: Callable[[str, int, ModelState], None],
         hold_s: float = 0.0,
         reloaded: Callable[[], None] = lambda: None,
+        tell: Callable[[str, int, dict[str, Any]], None] = lambda _model, _instance, _shown: None,
     ) -> None:
         super().__init__(model, instance, report, hold_s)
         self._queue = queue
         self._nursery = nursery
         self._reloaded = reloaded
+        self._tell = tell
         self._child: _Child | None = None
         self._seat: Seat | None = None
         self._refused: UmadError | None = None  # why there is no child
@@ -140,7 +145,9 @@ class ModelProcess(Instance):
 
         if state == "ready":
             self._cold, self._queue.not_yet = False, None
-            if (job := self._queue.take(other)) is not None:
+            self._queue.wait_until(lambda: other() or child.room > 0, None)
+            job = None if other() else self._queue.take(other, full=child.room == 1)
+            if job is not None:
                 self._hand_over(child, job)
             return
         if state == "cold":
@@ -159,11 +166,21 @@ class ModelProcess(Instance):
             seat.leave()
 
     def _hand_over(self, child: "_Child", job: Job) -> None:
-        """Have the child do a job, to its end."""
-        asked = {"request": job.request, "job": job.data, "deadline_s": job.deadline_s}
+        """Have the child do a job; its answer comes by the reader."""
+        asked = {
+            "request": job.request,
+            "job": job.data,
+            "deadline_s": job.deadline_s,
+            "stream": job.emit is not None,
+        }
+        if not child.give(job):
+            self._not_done(child, job)
+            return
         try:
             ident = child.channel.request("run", asked)
         except LocalProtocolError as error:
+            if child.take_back(job.request) is None:
+                return  # it was lost meanwhile, and the reader has answered
             # A channel that has just closed refuses too; then the loss is the answer.
             refused = InvalidParams(f"the request cannot travel to the model: {error.message}")
             if child.lost:
@@ -178,13 +195,15 @@ class ModelProcess(Instance):
         job.on_cancel = cancel
         if job.cancelled:  # before there was anybody to tell
             cancel()
-        response = child.wait_answer(ident)
-        if response is None:
-            self._not_done(child, job)
-        elif response.error is not None:
+        if (response := child.sent(ident, job.request)) is not None:
+            self._answer(job, response)
+
+    def _answer(self, job: Job, response: Response) -> None:
+        if response.error is not None:
             self._queue.answer(job, error=from_wire(response.error))
         else:
             self._queue.answer(job, result=response.result)
+        self._queue.wake()  # there is room for another
 
     def _not_done(self, child: "_Child", job: Job) -> None:
         """The child ended without an answer to a job."""
@@ -201,28 +220,44 @@ class ModelProcess(Instance):
                     self._note(child, message)
         except RemoteProtocolError as error:
             log.error("child.broken", model=self.name, reason=error.message)
-        child.lose()
+        for job in reversed(child.lose()):  # each that comes back is the next one
+            self._not_done(child, job)
         child.channel.dispose()
         self._queue.wake()
 
     def _note(self, child: "_Child", message: Message) -> None:
         if isinstance(message, Response):
-            child.settle(message)
+            if (job := child.settle(message)) is not None:
+                self._answer(job, message)
             return
         try:
             if not isinstance(message, Notification):
                 raise TypeError
-            if message.method == "unloaded":
-                child.unloaded = True
-                return
-            if message.method == "reloaded":
-                self._reloaded()
-                return
-            state = ModelState(**message.params)
-            if message.method != "state" or state.state not in MODEL_STATES:
-                raise TypeError
-        except TypeError as error:
+            if message.method == "state":
+                state = ModelState(**message.params)
+                if state.state not in MODEL_STATES:
+                    raise ValueError
+                self._turn(child, state)
+            else:
+                self._hear(child, message)
+        except (KeyError, TypeError, ValueError) as error:
             raise RemoteProtocolError("a model's process sent what it may not") from error
+
+    def _hear(self, child: "_Child", told: Notification) -> None:
+        match told.method:
+            case "unloaded":
+                child.unloaded = True
+            case "reloaded":
+                self._reloaded()
+            case "chunk":
+                child.emit(**told.params)
+            case "work":
+                sum_of([told.params])
+                self._tell(self._model.name, self._instance, told.params)
+            case _:
+                raise ValueError
+
+    def _turn(self, child: "_Child", state: ModelState) -> None:
         with child.changed:
             opens = child.is_away() and state.state in TAKES_REQUESTS
             child.turn(state)
@@ -255,14 +290,16 @@ class ModelProcess(Instance):
 
 
 class _Child:
-    """One child's life: its last state, and the answer to the one job it has."""
+    """One child's life: its last state, and the jobs it was given."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.state = ModelState()
         self.lost = False
         self.unloaded = False  # it ends because its model had to go
-        self._answers: dict[int, Response] = {}
+        self._given: dict[str, Job] = {}  # by request
+        self._asked: dict[int, str] = {}  # the requests, by the id that their answer carries
+        self._early: dict[int, Response] = {}  # answers that came before their id was known here
         self.changed = threading.Condition()
 
     def is_away(self) -> bool:
@@ -283,17 +320,48 @@ class _Child:
         """It was asked to go, and somebody wants its model."""
         self.channel.notify("keep", {})
 
-    def wait_answer(self, ident: int) -> Response | None:
-        """Wait for an answer; None when the child ended without one."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.lost or ident in self._answers)
-            return self._answers.pop(ident, None)
+    @property
+    def room(self) -> int:
+        """How many jobs more it can use."""
+        return max(0, self.state.takes - len(self._given))
 
-    def settle(self, response: Response) -> None:
-        """An answer has come."""
+    def give(self, job: Job) -> bool:
+        """It is to have this job; False when it has ended."""
         with self.changed:
-            self._answers[response.id] = response
-            self.changed.notify_all()
+            if not self.lost:
+                self._given[job.request] = job
+            return not self.lost
+
+    def take_back(self, request: str) -> Job | None:
+        """It could not be given this one; None where that has come back already."""
+        with self.changed:
+            return self._given.pop(request, None)
+
+    def sent(self, ident: int, request: str) -> Response | None:
+        """It was asked, under this id; the answer, if that was quicker."""
+        with self.changed:
+            early = self._early.pop(ident, None)
+            if early is None:
+                self._asked[ident] = request
+            else:
+                self._given.pop(request, None)
+            return early
+
+    def settle(self, response: Response) -> Job | None:
+        """An answer has come: whose, as far as that is known."""
+        with self.changed:
+            request = self._asked.pop(response.id, None)
+            if request is None:
+                self._early[response.id] = response
+                return None
+            return self._given.pop(request, None)
+
+    def emit(self, request: str, text: str) -> None:
+        """The answer to a request has grown."""
+        with self.changed:
+            job = self._given.get(request)
+        if job is not None and job.emit is not None:
+            job.emit(text)
 
     def turn(self, state: ModelState) -> None:
         """Its state has changed."""
@@ -301,8 +369,10 @@ class _Child:
             self.state = state
             self.changed.notify_all()
 
-    def lose(self) -> None:
-        """It has ended."""
+    def lose(self) -> list[Job]:
+        """It has ended: the jobs it was given and has not answered, in order."""
         with self.changed:
             self.lost = True
+            left, self._given = list(self._given.values()), {}
             self.changed.notify_all()
+            return left

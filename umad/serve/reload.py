@@ -20,7 +20,7 @@ from umad.serve.main import check_config, kept, read_config
 from umad.settings import Settings
 
 # Of [serve]; its other settings are used once, at the start.
-_LIVE: Final = ("queue_max", "requests_per_client_max", "wait_max")
+_LIVE: Final = ("requests_max", "queue_max", "requests_per_client_max", "wait_max")
 log = structlog.get_logger()
 
 

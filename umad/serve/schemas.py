@@ -1,29 +1,57 @@
 """What a client may ask for: the OpenAI request bodies umad answers, and their way to a job.
 
-Owns the bounds of every request field and the turn from a checked body into the plain map that
-a model's runner takes (``job``).  Rules: an unknown field is ignored, as OpenAI's own servers do;
-a known field that umad cannot honour is refused with its reason, never dropped in silence; no
-message repeats what the client wrote.  Stays out: HTTP, models, limits of a queue.
+Owns the bounds of every request field and the turn from a checked body into the plain maps that
+a model's runner takes (``jobs``).  Rules: an unknown field is ignored, as OpenAI's own servers do;
+a known field that umad cannot honour is refused with its reason, never dropped in silence, but for
+those that change no answer (``user``, ``metadata``, ``store``, ``service_tier``, ...); no message
+repeats what the client wrote.  Stays out: HTTP, models, limits of a queue.
 """
 
-import base64
-import binascii
 import re
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from umad.errors import InvalidParams
+from umad.serve.parts import Message
 
 TOKENS_MAX: Final = 1 << 20
 # Where a body names no max_tokens: memory is booked for the longest answer, so there is one.
 CHAT_TOKENS: Final = 1024
 COMPLETION_TOKENS: Final = 16  # as OpenAI's own
 TEXTS_MAX: Final = 2048
+CHOICES_MAX: Final = 8
 SIDE_MIN, SIDE_MAX = 64, 16384  # what is too large for this machine, its memory says
 IMAGE_SIZE: Final = "512x512"  # what latent diffusion models were trained for, most of them
 IMAGE_STEPS: Final = 30
-_DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+
+
+# Fields that would change an answer and that umad cannot honour: the values that ask for nothing
+# beside those that are empty, and the reason.
+_REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "audio": ((), "answers are text"),
+    "background": (("auto", "opaque"), "images are opaque"),
+    "best_of": ((1,), "every answer is one of its own; use n"),
+    "dimensions": ((), "vectors come at the model's own size"),
+    "echo": ((), "the prompt is not repeated"),
+    "frequency_penalty": ((), "penalties are not supported"),
+    "function_call": (("none", "auto"), "functions are not supported"),
+    "functions": ((), "functions are not supported"),
+    "logit_bias": ((), "a bias on tokens is not supported"),
+    "modalities": ((["text"],), "answers are text"),
+    "output_compression": ((100,), "images are PNG"),
+    "output_format": (("png",), "images are PNG"),
+    "partial_images": ((), "images come whole"),
+    "presence_penalty": ((), "penalties are not supported"),
+    "quality": (("auto", "standard"), "an image's quality is its number of steps"),
+    "reasoning_effort": (("none",), "a model thinks as its template says"),
+    "style": ((), "the prompt alone says the style"),
+    "suffix": ((), "text is continued, not filled in"),
+    "tool_choice": (("none", "auto"), "tools are not supported"),
+    "tools": ((), "tools are not supported"),
+    "top_logprobs": ((), "log probabilities are not supported"),
+    "verbosity": (("medium",), "a model says as much as it wants"),
+    "web_search_options": ((), "umad asks nothing of the network"),
+}
 
 
 class _Body(BaseModel):
@@ -32,19 +60,29 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
 
     model: Annotated[str, Field(min_length=1, max_length=64)]
-    stream: bool | None = False
 
-    @field_validator("stream")
+    @field_validator(*_REFUSED, mode="before", check_fields=False)
     @classmethod
-    def _no_stream(cls, value: bool | None) -> bool | None:  # noqa: FBT001  pydantic's form
-        if value:
-            raise ValueError("streaming is not there yet; send stream=false")
+    def _not_here(cls, value: object, info: ValidationInfo) -> object:
+        harmless, why = _REFUSED[str(info.field_name)]
+        if value and value not in harmless:
+            raise ValueError(f"{why}; leave {info.field_name} out")
         return value
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds beside the answer."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
+
+    include_usage: bool | None = False
 
 
 class _Sampled(_Body):
     """The fields that steer text generation."""
 
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, le=TOKENS_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -52,22 +90,33 @@ class _Sampled(_Body):
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = (
         Field(default=None, max_length=4)
     )
-    n: Annotated[int, Field(ge=1)] | None = 1
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = 1
     logprobs: bool | int | None = None
-
-    @field_validator("n")
-    @classmethod
-    def _one_choice(cls, value: int | None) -> int | None:
-        if value not in (None, 1):
-            raise ValueError("one choice per request; send n=1 and ask again for more")
-        return value
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    logit_bias: Any = None
 
     @field_validator("logprobs")
     @classmethod
     def _no_logprobs(cls, value: bool | int | None) -> bool | int | None:  # noqa: FBT001
-        if value:
+        # Of a completion, 0 asks for those of the chosen tokens.
+        if value is not None and value is not False:
             raise ValueError("log probabilities are not supported; leave logprobs out")
         return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(
+        cls, value: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("only a stream has options; send stream=true or leave them out")
+        return value
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -75,117 +124,47 @@ class _Sampled(_Body):
         # A text of more than 4 letters is one stop, not too many of them.
         return [value] if isinstance(value, str) else value
 
-    def _sampling(self, max_tokens: int) -> dict[str, Any]:
-        """The job's part that steers sampling; ``max_tokens`` where the body names none."""
+    def _jobs(self, asked: dict[str, Any], max_tokens: int) -> list[dict[str, Any]]:
+        """A job for each choice; ``max_tokens`` where the body names none."""
         wanted = {
             "max_tokens": self.max_tokens or max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            # Any number names a seed; torch takes those from 0 on.
-            "seed": None if self.seed is None else self.seed % 2**63,
             "stop": self.stop,
         }
-        return {key: value for key, value in wanted.items() if value is not None}
-
-
-class TextPart(BaseModel):
-    """A piece of text in a message."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class ImageUrl(BaseModel):
-    """Where an image is: only inside the request itself."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
-
-    url: str
-
-    @field_validator("url")
-    @classmethod
-    def _inside(cls, value: str) -> str:
-        if not _DATA_URL.match(value):
-            raise ValueError(
-                "umad fetches nothing from the network: send the image itself as "
-                '"data:image/png;base64,..."'
-            )
-        return value
-
-    def decode(self) -> bytes:
-        """The image file's bytes."""
-        try:
-            return base64.b64decode(self.url.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            raise InvalidParams("an image_url holds no valid base64") from error
-
-
-class ImagePart(BaseModel):
-    """An image in a message."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
-
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-
-
-class Message(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1, max_length=256)]
-
-    def parts(self) -> list[dict[str, Any]]:
-        """The content as the vision kind takes it."""
-        if isinstance(self.content, str):
-            return [{"type": "text", "text": self.content}]
-        return [
-            {"type": "text", "text": part.text}
-            if isinstance(part, TextPart)
-            else {"type": "image", "image": part.image_url.decode()}
-            for part in self.content
-        ]
-
-    def text(self) -> str:
-        """The content as the chat kind takes it.
-
-        Raises:
-            InvalidParams: it holds an image.
-        """
-        if isinstance(self.content, str):
-            return self.content
-        texts = [part.text for part in self.content if isinstance(part, TextPart)]
-        if len(texts) != len(self.content):
-            raise InvalidParams("this model reads text only; ask a model of kind vision")
-        return "".join(texts)
+        job = asked | {key: value for key, value in wanted.items() if value is not None}
+        if self.seed is None:
+            return [job] * (self.n or 1)
+        # Any number names a seed; torch takes those from 0 on.
+        return [job | {"seed": (self.seed + choice) % 2**63} for choice in range(self.n or 1)]
 
 
 class ChatBody(_Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=TOKENS_MAX)] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    top_logprobs: Any = None
+    modalities: Any = None
+    audio: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
 
-    @model_validator(mode="after")
-    def _supported(self) -> Self:
-        if self.tools or self.functions:
-            raise ValueError("tools are not supported; leave tools and functions out")
-        if self.response_format and self.response_format.get("type") != "text":
+    @field_validator("response_format")
+    @classmethod
+    def _free_text(cls, value: Any) -> Any:
+        if value and value != {"type": "text"}:
             raise ValueError('only response_format {"type": "text"} is supported')
-        return self
+        return value
 
-    def job(self, kind: str) -> dict[str, Any]:
-        """The plain map for a runner of this kind ("chat" or "vision")."""
+    def jobs(self, kind: str) -> list[dict[str, Any]]:
+        """The plain maps for a runner of this kind ("chat" or "vision"), one for each choice."""
         messages = [
             {
                 # "developer" is the newer name of the same role; chat templates know "system".
@@ -195,17 +174,16 @@ class ChatBody(_Sampled):
             for message in self.messages
         ]
         # The newer name of max_tokens.
-        most = self.max_completion_tokens or CHAT_TOKENS
-        return {"messages": messages, **self._sampling(most)}
+        return self._jobs({"messages": messages}, self.max_completion_tokens or CHAT_TOKENS)
 
 
 class CompletionBody(_Sampled):
     """POST /v1/completions."""
 
     prompt: Annotated[str, Field(min_length=1)]
-    echo: bool | None = False
-    suffix: str | None = None
-    best_of: int | None = 1
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -216,23 +194,20 @@ class CompletionBody(_Sampled):
             raise ValueError("one prompt per request, as text; send several requests")
         return value
 
-    @model_validator(mode="after")
-    def _supported(self) -> Self:
-        if self.echo or self.suffix or self.best_of not in (None, 1):
-            raise ValueError("echo, suffix and best_of are not supported; leave them out")
-        return self
-
-    def job(self, kind: str) -> dict[str, Any]:
-        """The plain map for a runner of kind "chat" or "vision"."""
-        return {"prompt": self.prompt, **self._sampling(COMPLETION_TOKENS)}
+    def jobs(self, _kind: str) -> list[dict[str, Any]]:
+        """The plain maps for a runner of kind "chat" or "vision", one for each choice."""
+        return self._jobs({"prompt": self.prompt}, COMPLETION_TOKENS)
 
 
 class EmbeddingBody(_Body):
     """POST /v1/embeddings."""
 
-    input: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=TEXTS_MAX)
+    input: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(min_length=1, max_length=TEXTS_MAX, fail_fast=True),
+    ]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = None
+    dimensions: Any = None
 
     @field_validator("input", mode="before")
     @classmethod
@@ -243,16 +218,9 @@ class EmbeddingBody(_Body):
             raise ValueError("input is text or a list of texts; token numbers are not taken")
         return value
 
-    @field_validator("dimensions")
-    @classmethod
-    def _whole_vectors(cls, value: int | None) -> int | None:
-        if value is not None:
-            raise ValueError("vectors come at the model's own size; leave dimensions out")
-        return value
-
-    def job(self) -> dict[str, Any]:
+    def jobs(self, _kind: str) -> list[dict[str, Any]]:
         """The plain map for a runner of kind "embedding"."""
-        return {"texts": self.input}
+        return [{"texts": self.input}]
 
 
 class ImageBody(_Body):
@@ -264,6 +232,20 @@ class ImageBody(_Body):
     steps: Annotated[int, Field(ge=1, le=200)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     response_format: Literal["b64_json", "url"] | None = "b64_json"
+    stream: bool | None = False
+    background: Any = None
+    output_compression: Any = None
+    output_format: Any = None
+    partial_images: Any = None
+    quality: Any = None
+    style: Any = None
+
+    @field_validator("stream")
+    @classmethod
+    def _whole(cls, value: bool | None) -> bool | None:  # noqa: FBT001  pydantic's form
+        if value:
+            raise ValueError("images come whole; leave stream out")
+        return value
 
     @field_validator("size")
     @classmethod
@@ -284,14 +266,53 @@ class ImageBody(_Body):
             raise ValueError("umad keeps no images to link to; send response_format=b64_json")
         return value
 
-    def job(self) -> dict[str, Any]:
+    def jobs(self, _kind: str) -> list[dict[str, Any]]:
         """The plain map for a runner of kind "image"."""
         width, _, height = (self.size or IMAGE_SIZE).partition("x")
-        return {
-            "prompt": self.prompt,
-            "n": self.n or 1,
-            "width": int(width),
-            "height": int(height),
-            "steps": self.steps or IMAGE_STEPS,
-            "seed": self.seed,
-        }
+        return [
+            {
+                "prompt": self.prompt,
+                "n": self.n or 1,
+                "width": int(width),
+                "height": int(height),
+                "steps": self.steps or IMAGE_STEPS,
+                "seed": self.seed,
+            }
+        ]
+
+
+class TranscriptionForm(_Body):
+    """The fields of POST /v1/audio/transcriptions beside its file."""
+
+    language: Annotated[str, Field(max_length=32)] | None = None
+    response_format: str = "json"
+    temperature: str | None = None
+    prompt: str | None = None
+    stream: str | None = None
+    timestamp_granularities: str | None = Field(default=None, alias="timestamp_granularities[]")
+    include: str | None = Field(default=None, alias="include[]")
+
+    @field_validator("response_format")
+    @classmethod
+    def _form(cls, value: str) -> str:
+        if value not in ("json", "text", "verbose_json"):
+            raise ValueError("response_format is json, text or verbose_json")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _likeliest(cls, value: str | None) -> str | None:
+        if value is not None and value.strip("0.") != "":
+            raise ValueError("what is said is the likeliest text; send temperature=0")
+        return value
+
+    @field_validator("prompt", "stream", "timestamp_granularities", "include")
+    @classmethod
+    def _without(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and value.lower() not in ("false", "0", "segment"):
+            raise ValueError(f"it is not supported; leave {info.field_name} out")
+        return value
+
+    def jobs(self, audio: bytes) -> list[dict[str, Any]]:
+        """The plain map for a runner of kind "speech"."""
+        return [{"audio": audio, "language": self.language}]

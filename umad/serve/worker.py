@@ -1,6 +1,6 @@
 """One model instance in one thread: it loads, serves its model's queue, goes, and comes back.
 
-Owns ``ModelThread``.  Rules:
+Owns ``ModelThread``; how jobs are taken and done, one or several at a time, is ``turns``.  Rules:
 1. the bytes of a run are admitted before it begins;
 2. whatever a model raises becomes an error map; its exception, which holds the frames and with
    them the tensors, is gone before the next job;
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -24,20 +25,16 @@ import structlog
 from umad.client.blocking import Client
 from umad.client.memory import give_back
 from umad.client.worker import Worker
-from umad.errors import (
-    ModelFailed,
-    ModelLoading,
-    NeverFits,
-    QuotaExceeded,
-    UmadError,
-    WorkerRevoked,
-)
+from umad.errors import ModelLoading, NeverFits, QuotaExceeded, UmadError, WorkerRevoked
 from umad.serve.devices import place
+from umad.serve.figures import Figures
 from umad.serve.instance import Instance, no_room, stopped
-from umad.serve.jobs import Job, JobQueue, Seat, gone, waited
+from umad.serve.jobs import Job, JobQueue, Seat, gone
 from umad.serve.link import ModelState, not_loaded
 from umad.serve.loaded import Load, Loaded
-from umad.serve.translate import Poisoned, translated
+from umad.serve.serving import turns_of
+from umad.serve.translate import translated
+from umad.serve.turns import Desk, Turns
 from umad.settings import ModelSettings
 from umad.units import MIB, format_bytes
 from umad.values import SYSTEM_POOL
@@ -73,6 +70,8 @@ class ModelThread(Instance):
         hold_s: wait this long before the first load (the model was revoked just before).
         stuck: called when the revoked thread has not come back: another must take its place.
         guard: the setting ``serve.guard``.
+        window_s: how long a batch may wait for company.
+        tell: told what was done, now and then: model, instance and ``Figures`` as plain values.
         ends_unloaded: end once the model had to go; the end of the process gives back the rest.
 
     Attributes:
@@ -92,6 +91,8 @@ class ModelThread(Instance):
         stuck: Callable[["ModelThread"], None] = lambda _: None,
         guard: str = "auto",
         *,
+        window_s: float = 0.0,
+        tell: Callable[[str, int, dict[str, Any]], None] = lambda _model, _instance, _shown: None,
         ends_unloaded: bool = False,
     ) -> None:
         super().__init__(model, instance, report, hold_s)
@@ -115,21 +116,22 @@ class ModelThread(Instance):
         self._kept = False  # the daemon was told that somebody wants it
         self._load_s: float | None = None  # how long the last load took
         self._reason = ""  # what the daemon says a load waits for
-        self._job: Job | None = None
+        self._jobs: list[Job] = []  # at work; a new list for each turn
+        self._window_s = window_s
+        self._figures = Figures(partial(tell, model.name, instance))
         self._seat: Seat | None = None
-        self._passed_quota = False
         self._runs_in = 0
 
     @property
     def busy(self) -> bool:
         """A job is at work."""
-        return self._job is not None
+        return bool(self._jobs)
 
     def stop(self) -> None:
-        """Have the thread unload and end; the job at work is cancelled."""
+        """Have the thread unload and end; the jobs at work are cancelled."""
         self._stopping.set()
-        if self._job is not None:
-            self._job.cancelled = True
+        for job in list(self._jobs):
+            job.cancelled = True
         self._queue.wake()
 
     def retire(self, why: UmadError) -> None:
@@ -399,6 +401,7 @@ class ModelThread(Instance):
         """Do jobs until the model has to go, nobody has used it for long, or this life ends."""
         if self._seat is None:
             self._seat = Seat(self._queue, lambda: not_loaded(self._model.name, self._why_ended()))
+        turns = turns_of(self._desk(), worker, loaded)
         self._ready = ModelState(
             "ready",
             "serving",
@@ -406,33 +409,47 @@ class ModelThread(Instance):
             loaded.runner.resident_bytes,
             device_quota=loaded.place.status,
             device=self._on.device,
+            takes=turns.at_once,
         )
         self._serving = True
         self._report(self._ready)
         self.settled.set()
-        while (job := self._next()) is not None:
-            self._job = job
-            self._work(worker, loaded, job)
-            self._job = None
+        while jobs := self._next(turns):
+            self._jobs = jobs
+            turns.work(jobs)
+            self._jobs = []
             self._client.report_segments()
-            grown = worker.grown_bytes if self._passed_quota else 0
+            grown = worker.grown_bytes if turns.passed_quota else 0
             if grown > max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO)):
                 raise QuotaExceeded(
                     f"{self._model.name} keeps {format_bytes(grown)} after a request that "
                     "passed its quota; it is loaded afresh"
                 )
 
-    def _next(self) -> Job | None:
-        """The next job; None when the model has to go, for whatever reason.
+    def _desk(self) -> Desk:
+        device = self._on.device
+        return Desk(
+            self.name,
+            self._queue,
+            lambda: self._model,
+            None if device == self._model.device else device,
+            self._window_s,
+            self._check,
+            lambda: not self._ended() and not self._going,
+            self._client.report_segments,
+            self._poisoned,
+            self._figures,
+        )
+
+    def _next(self, turns: Turns) -> list[Job]:
+        """What to do next; nothing when the model has to go, for whatever reason.
 
         Its idle time runs from the end of its last job, since that is when this is called.
         """
         while True:
-            job = self._queue.take(
-                lambda: self._ended() or bool(self._going), self._model.idle_unload
-            )
-            if job is not None or self._ended() or not self._going or not self._spared():
-                return job
+            jobs = turns.take(lambda: self._ended() or bool(self._going), self._model.idle_unload)
+            if jobs or self._ended() or not self._going or not self._spared():
+                return jobs
 
     def _spared(self) -> bool:
         """Nothing is at work, and it was asked to go: whether it may stay, since it is wanted."""
@@ -448,30 +465,6 @@ class ModelThread(Instance):
     def _why_ended(self) -> UmadError:
         ending = self._retired or (stopped() if self._stopping.is_set() else None)
         return self._revoked or self._recycled or ending or self._failure or stopped()
-
-    def _work(self, worker: Worker, loaded: Loaded, job: Job) -> None:
-        try:
-            result = self._run(worker, loaded, job)
-        except UmadError as error:
-            self._queue.answer(job, error=error)
-            if isinstance(error, QuotaExceeded | ModelFailed):
-                loaded.place.release()
-                give_back(worker.account)  # what the failed run held, before the next one begins
-                self._passed_quota = isinstance(error, QuotaExceeded)
-            if isinstance(error, Poisoned):
-                self._poisoned()
-        else:
-            self._queue.answer(job, result=result)
-
-    def _run(self, worker: Worker, loaded: Loaded, job: Job) -> Mapping[str, Any]:
-        wait_s = job.deadline_s - time.monotonic()
-        self._check(job)
-        if wait_s <= 0:
-            raise waited(self._model.name)
-        result = loaded.run(worker, job, self._model.quota, wait_s, lambda: self._check(job))
-        if self._on.device != self._model.device:
-            result = {**result, "device": self._on.device}
-        return result
 
     def _check(self, job: Job) -> None:
         """Raise why this job is not to begin, or its result not to be used."""
@@ -529,24 +522,24 @@ class ModelThread(Instance):
             details={key: told.get(key) for key in ("quota", "measured", "source")},
         )
         self._say("failed", revoked)
-        job = self._job
-        if job is not None:
+        jobs = self._jobs
+        for job in list(jobs):
             job.cancelled = True
             self._queue.answer(job, error=revoked)
         self._queue.wake()
         if (seat := self._seat) is not None:
             seat.leave()  # who waits for this model hears of it now
-        check = threading.Timer(STUCK_AFTER_S, self._find_stuck, (job, self._cpu_s()))
+        check = threading.Timer(STUCK_AFTER_S, self._find_stuck, (jobs, self._cpu_s()))
         check.daemon = True
         check.start()
 
-    def _find_stuck(self, job: Job | None, cpu_s: float) -> None:
+    def _find_stuck(self, jobs: list[Job], cpu_s: float) -> None:
         """Some time after a revoke: a thread that is still in the same place is given up.
 
         Its memory is back and it is fenced, so it may sleep as long as it likes; one that burns
         a core costs the whole process, since nothing else ends a thread.
         """
-        if self._revoked is None or job is None or self._job is not job:
+        if self._revoked is None or not jobs or self._jobs is not jobs:
             return
         self._stopping.set()  # should it ever come back, it only ends
         busy = (self._cpu_s() - cpu_s) / STUCK_AFTER_S

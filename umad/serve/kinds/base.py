@@ -5,9 +5,9 @@ A refusal is ``InvalidParams``.  A job that was cancelled gives a Result that ho
 until then: its caller has no use for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from umad.errors import InvalidParams, ModelFailed
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Job = Mapping[str, Any]
 Cancelled = Callable[[], bool]
+Emit = Callable[[str], None]
+"""Takes what the text of an answer has grown by."""
 
 # What a run takes whatever its size: kernel scratch, tokens, Python objects.
 # Source: our measurement, x86-64, torch 2.13, growth of RssAnon over a one-token run.
@@ -75,6 +77,96 @@ class Runner(Protocol):
         Raises:
             InvalidParams: the job means nothing to this model.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A job as its model reads it, tokenised and checked.
+
+    Attributes:
+        tokens: of its longest row, with what it may generate.
+        rows: how many.
+        bytes_needed: the most that it holds when it runs alone, beyond the weights.
+        inputs: for its runner.
+    """
+
+    tokens: int
+    rows: int
+    bytes_needed: int
+    inputs: Any
+
+
+@runtime_checkable
+class Tells(Protocol):
+    """A runner that tells its answer as it grows."""
+
+    def run_telling(self, job: Job, cancelled: Cancelled, emit: Emit | None) -> Result:
+        """As ``Runner.run``; what was told is the answer's ``text``, piece by piece."""
+        ...
+
+
+@runtime_checkable
+class Together(Protocol):
+    """A runner that answers several jobs in one forward."""
+
+    def prepare(self, job: Job) -> Prepared:
+        """Read a job, once.
+
+        Raises:
+            InvalidParams: the job means nothing to this model.
+        """
+        ...
+
+    def bytes_together(self, tokens: int, rows: int) -> int:
+        """The most that one forward of so many rows of so many tokens holds, in bytes."""
+        ...
+
+    def run_together(self, jobs: Sequence[Prepared], cancelled: Cancelled) -> list[Result]:
+        """Answer them, in their order; a single one may be of any size."""
+        ...
+
+
+class Generation(Protocol):
+    """Several answers that grow together; one thread steps it.
+
+    ``size`` is (tokens of the longest, how many) of those that grow.
+    """
+
+    @property
+    def size(self) -> tuple[int, int]: ...  # noqa: D102
+
+    def join(self, job: Prepared, cancelled: Cancelled, emit: Emit | None) -> Any:
+        """Begin one more at the next step; returns what names it."""
+        ...
+
+    def step(self, names: Iterable[Any] | None = None) -> list[tuple[Any, Result]]:
+        """Let each grow by a token, or read on in its prompt; those that are done now.
+
+        After a step that failed each is where it was before.
+
+        Args:
+            names: those alone; all where None.
+        """
+        ...
+
+    def leave(self, name: Any) -> None:
+        """Let go of one that is not done."""
+        ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """A runner whose answers can grow together; ``joins`` is False where this model's cannot."""
+
+    joins: bool
+
+    def prepare(self, job: Job) -> Prepared:
+        """As ``Together.prepare``."""
+        ...
+
+    def generation(self) -> Generation:
+        """A new one, empty."""
         ...
 
 

@@ -4,12 +4,13 @@ Job: ``texts``.  Result: ``vectors`` (one list of floats for each text), ``token
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from umad.errors import InvalidParams, ModelFailed
-from umad.serve.kinds.base import RUN_BYTES, Cancelled, Job, Result, Source, fused
+from umad.serve.kinds.base import RUN_BYTES, Cancelled, Job, Prepared, Result, Source, fused
 
 TEXTS_MAX: Final = 2048
 CHARACTERS_PER_TOKEN_MAX: Final = 32
@@ -44,20 +45,27 @@ class EmbeddingRunner:
         return cls(model, tokenizer, Path(source.path), resident(model))
 
     def bytes_needed(self, job: Job) -> int:
-        """The largest batch through one layer, and the vectors.
+        """The largest batch through one layer, and the vectors."""
+        return self._bytes_for(self._sizes(job))
+
+    def bytes_together(self, tokens: int, rows: int) -> int:
+        """The same for rows of one length."""
+        return self._bytes_for([tokens] * rows)
+
+    def _bytes_for(self, sizes: list[int]) -> int:
+        """Of texts of so many tokens.
 
         Source: the tensors of transformers' encoder layers.  For each padded token residual,
         normed copy and its float32, queries, keys, values, output, and two of the inner size; a
         mask of tokens by tokens for each row, and the attention matrix where it is not fused.
         """
-        texts, sizes = _texts(job), self._sizes(job)
         config, item = self._model.config, self._model.dtype.itemsize
         heads = config.num_attention_heads
         inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         held = item * (8 * config.hidden_size + 2 * inner) + 8 * config.hidden_size
         square = item + 1 + (0 if fused(config) else heads * (item + 8))
         forward = max(rows * length * (held + length * square) for rows, length in _areas(sizes))
-        return int(forward + len(texts) * config.hidden_size * FLOAT_BYTES) + RUN_BYTES
+        return int(forward + len(sizes) * config.hidden_size * FLOAT_BYTES) + RUN_BYTES
 
     def size(self, job: Job) -> tuple[int, int]:
         """Of the largest batch: the padded length, and rows."""
@@ -70,8 +78,11 @@ class EmbeddingRunner:
 
     def run(self, job: Job, cancelled: Cancelled) -> Result:
         """Embed the texts, in batches of like length."""
-        import torch
+        (result,) = self.run_together([self.prepare(job)], cancelled)
+        return result
 
+    def prepare(self, job: Job) -> Prepared:
+        """Tokenise the texts; each must fit the context."""
         texts = _texts(job)
         most = CHARACTERS_PER_TOKEN_MAX * self._context
         for at, item in enumerate(texts):
@@ -86,6 +97,14 @@ class EmbeddingRunner:
                 raise InvalidParams(
                     f"text {at} has {len(row)} tokens; the model's context is {self._context}"
                 )
+        lengths = [len(row) for row in rows]
+        return Prepared(max(lengths), len(rows), self._bytes_for(lengths), rows)
+
+    def run_together(self, jobs: Sequence[Prepared], cancelled: Cancelled) -> list[Result]:
+        """Embed the texts of all jobs, in batches of like length."""
+        import torch
+
+        rows: list[list[int]] = [row for job in jobs for row in job.inputs]
         vectors: list[list[float]] = [[]] * len(rows)
         for batch in _batches([len(row) for row in rows]):
             if cancelled():
@@ -94,8 +113,13 @@ class EmbeddingRunner:
                 found = self._embed([rows[at] for at in batch])
             for at, vector in zip(batch, found, strict=True):
                 vectors[at] = vector
-        lengths = [len(row) for row in rows]
-        return Result({"vectors": vectors, "tokens": sum(lengths)}, _largest(lengths))
+        results, rest = [], iter(vectors)
+        for job in jobs:
+            lengths = [len(row) for row in job.inputs]
+            own = list(islice(rest, len(lengths)))
+            data = {"vectors": own, "tokens": sum(lengths)}
+            results.append(Result(data, _largest(lengths)))
+        return results
 
     def _embed(self, rows: list[list[int]]) -> list[list[float]]:
         import torch

@@ -7,14 +7,19 @@ Result: ``text``, ``prompt_tokens``, ``completion_tokens``, ``finish_reason`` ("
 
 import copy
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from umad.errors import InvalidParams, ModelFailed
+from umad.serve.kinds import generation
+from umad.serve.kinds.answers import Answers, Asked, answer_of
 from umad.serve.kinds.base import (
     RUN_BYTES,
     Cancelled,
+    Emit,
     Job,
+    Prepared,
     Result,
     Source,
     fused,
@@ -24,6 +29,7 @@ from umad.serve.kinds.base import (
     text,
     whole,
 )
+from umad.serve.kinds.telling import Teller
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 STOPS_MAX: Final = 16
@@ -35,7 +41,10 @@ CONTEXT_UNKNOWN: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The figures of config.json that decide what a forward pass of a decoder takes."""
+    """The figures of config.json that decide what a forward pass of a decoder takes.
+
+    ``prefill``: so many tokens of a prompt are read at once; None: all.
+    """
 
     layers: int
     hidden: int
@@ -48,6 +57,7 @@ class Shape:
     item_bytes: int
     fused: bool
     all_logits: bool
+    prefill: int | None = None
 
     @classmethod
     def of(cls, model: Any) -> "Shape":
@@ -81,24 +91,29 @@ class Shape:
         Source: the tensors of transformers' decoder layers.  Cache: 2 (keys and values) for each
         layer; one layer is held twice while a token is joined to it, and spread from kv_heads to
         heads for attention.  Prefill, for each token: residual, normed copy and its float32, the
-        queries and the attention's output, gate, up and their product.  Logits: float32, and for
+        queries and the attention's output, gate, up and their product; and where it is read in
+        parts a mask over all before, as bool and as floats.  Logits: float32, and for
         top_p sorted with their places, summed and masked.
         """
         tokens = prompt + new
+        read = prompt if self.prefill is None else min(prompt, self.prefill)
         width = self.heads * self.head_dim
         cache = 2 * self.kv_heads * self.head_dim * self.item_bytes * tokens
         spread = 2 * width * self.item_bytes * tokens
         held = self.item_bytes * (4 * self.hidden + 3 * width + 3 * self.inner) + 8 * self.hidden
         matrix = 0 if self.fused else self.heads * prompt * tokens * (self.item_bytes + 8)
+        if read < prompt:
+            matrix += read * prompt * (1 + self.item_bytes)
         rows = prompt if self.all_logits else 1
         logits = self.vocabulary * (48 + rows * (self.item_bytes + 4))
-        return cache * (self.layers + 1) + spread + held * prompt + matrix + logits + RUN_BYTES
+        return cache * (self.layers + 1) + spread + held * read + matrix + logits + RUN_BYTES
 
 
 class TextRunner:
     """A causal language model and its tokenizer."""
 
     kind = "chat"
+    joins = False
 
     def __init__(self, model: Any, tokenizer: Any, resident_bytes: int) -> None:
         self.resident_bytes = resident_bytes
@@ -126,7 +141,11 @@ class TextRunner:
             raise ModelFailed(f"{source.path} is an encoder and a decoder, no chat model")
         tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
         model = read(AutoModelForCausalLM, source, config=config)
-        return cls(model, tokenizer, resident(model))
+        runner = cls(model, tokenizer, resident(model))
+        if not runner._shape.all_logits and generation.joins(model):
+            runner.joins = True
+            runner._shape = replace(runner._shape, prefill=generation.PREFILL_TOKENS)
+        return runner
 
     def bytes_needed(self, job: Job) -> int:
         """See ``Shape.bytes_needed``; a token holds at least one byte of the prompt."""
@@ -140,10 +159,36 @@ class TextRunner:
 
     def run(self, job: Job, cancelled: Cancelled) -> Result:
         """Generate one answer."""
+        return self.run_telling(job, cancelled, None)
+
+    def run_telling(self, job: Job, cancelled: Cancelled, emit: Emit | None) -> Result:
+        """Generate one answer, and tell it as it grows."""
         import torch
 
+        if self.joins:
+            return self._join_alone(job, cancelled, emit)
         with torch.inference_mode():
-            return self._generate(self._encode(job), job, cancelled)
+            return self._generate(self._encode(job), job, cancelled, emit)
+
+    def prepare(self, job: Job) -> Prepared:
+        """Tokenise the prompt, and check all that the job asks for."""
+        bare = job.get("messages") is not None
+        prompt = self._tokenizer(self._prompt(job), add_special_tokens=not bare)["input_ids"]
+        new = self._new_tokens(len(prompt), job)
+        asked = Asked(prompt, new, _stops(job), self._picks(job))
+        needed = self._shape.bytes_needed(len(prompt), new)
+        return Prepared(len(prompt) + new, 1, needed, asked)
+
+    def generation(self) -> Answers:
+        """Answers that grow together; for a runner that ``joins``."""
+        return Answers(self._model, self._tokenizer, self._ends())
+
+    def _join_alone(self, job: Job, cancelled: Cancelled, emit: Emit | None) -> Result:
+        answers = self.generation()
+        answers.join(self.prepare(job), cancelled, emit)
+        while not (ended := answers.step()):
+            pass
+        return ended[0][1]
 
     def _bytes_for(self, prompt: int, job: Job) -> int:
         prompt = min(prompt, self._shape.context)
@@ -199,17 +244,22 @@ class TextRunner:
         ends = self._config.eos_token_id
         return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
-    def _generate(self, inputs: Any, job: Job, cancelled: Cancelled) -> Result:
-        prompt = inputs["input_ids"].shape[1]
+    def _new_tokens(self, prompt: int, job: Job) -> int:
+        """How many may follow a prompt of so many."""
         room = self._shape.context - prompt
         if room <= 0:
             raise InvalidParams(
                 f"the prompt has {prompt} tokens; the model's context is {self._shape.context}, "
                 "the answer included"
             )
+        return min(whole(job, "max_tokens", 1, 1 << 31), room)
+
+    def _generate(self, inputs: Any, job: Job, cancelled: Cancelled, emit: Emit | None) -> Result:
+        prompt = inputs["input_ids"].shape[1]
         config = copy.copy(self._config)
-        config.max_new_tokens = min(whole(job, "max_tokens", 1, 1 << 31), room)
-        halt = _halt(self._tokenizer, _stops(job), prompt, cancelled)
+        config.max_new_tokens = self._new_tokens(prompt, job)
+        teller = Teller(self._tokenizer, _stops(job), emit)
+        halt = _halt(teller, prompt, cancelled)
         output = self._model.generate(
             **inputs.to(self._model.device),
             generation_config=config,
@@ -217,18 +267,9 @@ class TextRunner:
             stopping_criteria=[halt],
         )
         tokens = output[0, prompt:].tolist()
-        answer = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        cuts = [at for stop in _stops(job) if (at := answer.find(stop)) >= 0]
-        stopped = bool(cuts) or cancelled() or tokens[-1] in self._ends()
-        return Result(
-            {
-                "text": answer[: min(cuts)] if cuts else answer,
-                "prompt_tokens": prompt,
-                "completion_tokens": len(tokens),
-                "finish_reason": "stop" if stopped else "length",
-            },
-            (prompt + len(tokens), self._rows(job)),
-        )
+        stopped = cancelled() or tokens[-1] in self._ends()
+        data = answer_of(teller, prompt, len(tokens), stopped=stopped)
+        return Result(data, (prompt + len(tokens), self._rows(job)))
 
     def _rows(self, _job: Job) -> int:
         return 1
@@ -260,20 +301,38 @@ class TextRunner:
             chosen.append(TopPLogitsWarper(top_p))
         return [*chosen, draw]
 
+    def _picks(self, job: Job) -> "Callable[[list[int], Any], Any] | None":
+        """The same for one of many sequences; None where the likeliest token is wanted."""
+        import torch
+        from transformers import RepetitionPenaltyLogitsProcessor
 
-def _halt(tokenizer: Any, stops: list[str], prompt: int, cancelled: Cancelled) -> Any:
+        chosen = self._processors(job)
+        penalty = self._config.repetition_penalty
+        if penalty is not None and penalty != 1:  # before all others, as transformers does
+            chosen = [RepetitionPenaltyLogitsProcessor(penalty), *chosen]
+        if not chosen:
+            return None
+
+        def pick(tokens: list[int], scores: Any) -> Any:
+            ids = torch.tensor([tokens], device=scores.device)
+            for process in chosen:
+                scores = process(ids, scores)
+            return scores
+
+        return pick
+
+
+def _halt(teller: Teller, prompt: int, cancelled: Cancelled) -> Any:
     """A stopping criterion: the job was cancelled, or a stop string ends in the newest token."""
     import torch
 
-    # A character takes four byte tokens at most; a few more for tokens that show nothing.
-    tail = 4 * max(map(len, stops), default=0) + 8
+    told = prompt
 
     def halt(ids: Any, _scores: Any, **_: Any) -> Any:
-        done = cancelled()
-        if stops and not done:
-            recent = tokenizer.decode(ids[0, prompt:][-tail:], skip_special_tokens=True)
-            done = any(stop in recent for stop in stops)
-        return torch.full((ids.shape[0],), done, device=ids.device)
+        nonlocal told
+        new, told = ids[0, told:].tolist(), ids.shape[1]
+        ended = [teller.add(token) for token in new]
+        return torch.full((ids.shape[0],), any(ended) or cancelled(), device=ids.device)
 
     return halt
 

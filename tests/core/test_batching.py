@@ -1,0 +1,295 @@
+"""Which jobs go together, and when: bounds, turns, windows; on a manual clock."""
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from umad.core.batching import (
+    AREA_MIN,
+    OVERHEAD_TOKENS,
+    PADDED_MAX,
+    QUIET_WINDOWS,
+    STRETCH,
+    Batch,
+    Batcher,
+    Item,
+    Pace,
+    Why,
+)
+
+WINDOW_S = 0.0125
+LONG_S = 1e9
+PLENTY = 1 << 40
+
+
+def item(name: str, tokens: int = 10, arrived_s: float = 0.0, rows: int = 1, **more) -> Item:
+    return Item(name, tokens, rows, arrived_s, more.get("deadline_s", LONG_S))
+
+
+def choose(batcher: Batcher, *waiting: Item, now_s: float = 0.0, bytes_max: int = PLENTY):
+    return batcher.choose(
+        waiting, now_s, bytes_max=bytes_max, price=lambda tokens, rows: 100 * tokens * rows
+    )
+
+
+def names(choice: Batch | float | None) -> str:
+    assert isinstance(choice, Batch)
+    return "".join(one.id for one in choice.items)
+
+
+def crowded(batcher: Batcher, count: int, now_s: float = 0.0) -> None:
+    """Let it see that many wait together, and end their forward."""
+    assert choose(batcher, *(item(str(one)) for one in range(count)), now_s=now_s) is not None
+    batcher.done(now_s, 10 * count, None)
+
+
+def test_nobody_waits_and_a_lone_one_begins_at_once():
+    batcher = Batcher(WINDOW_S)
+    assert choose(batcher) is None
+    choice = choose(batcher, item("a"))
+    assert choice == Batch((item("a"),), Why.ALL)
+    assert (choice.tokens, choice.rows) == (10, 1)
+
+
+def test_one_whose_deadline_has_passed_is_not_begun():
+    batcher = Batcher(WINDOW_S)
+    late = item("late", deadline_s=5.0)
+    assert choose(batcher, late, now_s=5.0) is None
+    assert names(choose(batcher, late, item("b", arrived_s=4.9), now_s=5.0)) == "b"
+
+
+def test_all_that_wait_go_together_at_once_when_nobody_else_is_about():
+    choice = choose(Batcher(WINDOW_S), item("a"), item("b", 12), item("c", 11))
+    assert names(choice) == "acb"  # whose turn it is: the shorter of two that came together
+    assert choice.why is Why.ALL
+
+
+def test_it_waits_for_those_that_were_there_and_no_longer_than_the_window():
+    batcher = Batcher(WINDOW_S)
+    crowded(batcher, 10)
+    assert choose(batcher, item("a", arrived_s=0.01), now_s=0.01) == 0.01 + WINDOW_S
+    assert choose(batcher, item("a", arrived_s=0.01), now_s=0.015) == 0.01 + WINDOW_S
+    choice = choose(batcher, item("a", arrived_s=0.01), now_s=0.01 + WINDOW_S)
+    assert (names(choice), choice.why) == ("a", Why.WINDOW)
+    # In vain: so fewer are expected, and after some of that nobody.
+    for now_s in (0.03, 0.05, 0.07, 0.09):
+        batcher.done(now_s, 10, None)
+        choose(batcher, item("a", arrived_s=now_s), now_s=now_s + WINDOW_S)
+    assert names(choose(batcher, item("a", arrived_s=0.1), now_s=0.1)) == "a"
+
+
+def test_it_waits_no_longer_than_what_the_missing_would_save():
+    batcher = Batcher(1.0)
+    crowded(batcher, 3)
+    assert choose(batcher, item("a"), item("b")) == pytest.approx(batcher.pace.overhead_s)
+    assert choose(batcher, item("a")) == pytest.approx(2 * batcher.pace.overhead_s)
+
+
+def test_after_some_rest_nobody_is_expected():
+    batcher = Batcher(WINDOW_S)
+    crowded(batcher, 10)
+    soon_s, later_s = QUIET_WINDOWS * WINDOW_S, 1.01 * QUIET_WINDOWS * WINDOW_S
+    assert isinstance(choose(batcher, item("a", arrived_s=soon_s), now_s=soon_s), float)
+    assert names(choose(batcher, item("a", arrived_s=later_s), now_s=later_s)) == "a"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "bytes_max", "together", "why"),
+    [
+        ([item(name, rows=30) for name in "abc"], PLENTY, "ab", Why.ROWS),
+        ([item("a", rows=64)], PLENTY, "a", Why.ROWS),
+        ([item(name, 400) for name in "abcd"], PLENTY, "ab", Why.AREA),
+        ([item("a", 9000)], PLENTY, "a", Why.AREA),
+        ([item(name) for name in "abcde"], 3500, "abc", Why.BYTES),
+        ([item("a", 100), item("b", 100, 1)], 3500, "a", Why.BYTES),
+    ],
+)
+def test_a_full_batch_begins_at_once_and_who_is_too_large_runs_alone(
+    waiting, bytes_max, together, why
+):
+    batcher = Batcher(WINDOW_S)
+    crowded(batcher, 20)
+    choice = choose(batcher, *waiting, bytes_max=bytes_max)
+    assert (names(choice), choice.why) == (together, why)
+
+
+def test_long_ones_do_not_pad_short_ones():
+    batcher = Batcher(WINDOW_S)
+    waiting = [item("L", 130), *(item(name) for name in "abcd"), item("M", 120)]
+    assert names(choose(batcher, *waiting)) == "abcd"
+    assert names(choose(batcher, waiting[0], waiting[-1])) == "ML"
+
+
+def test_equals_keep_their_order_though_one_was_refused():
+    # b would pad a too much; c, as long, could join the five, but comes after b.
+    b, more = item("b", 31, -0.01), [item(name, 22) for name in "defg"]
+    assert names(choose(Batcher(WINDOW_S), item("a"), b, *more, item("c", 31))) == "adefg"
+    assert names(choose(Batcher(WINDOW_S), item("a"), *more, item("c", 31))) == "adefgc"
+
+
+def test_a_short_one_passes_a_long_one_and_no_long_one_waits_for_ever():
+    batcher = Batcher(WINDOW_S)
+    pace = batcher.pace
+    long = item("L", 400)
+    ahead_s = STRETCH * (pace.seconds(400) - pace.seconds(10))
+    short, later = item("s", arrived_s=0.9 * ahead_s), item("t", arrived_s=1.1 * ahead_s)
+    assert names(choose(batcher, long, short, now_s=later.arrived_s)) == "s"
+    assert names(choose(batcher, long, later, now_s=later.arrived_s)) == "L"
+
+
+def test_the_overhead_is_measured_and_bounds_follow():
+    batcher = Batcher(WINDOW_S)
+    for area in range(1, 41):
+        batcher.done(0.0, 8 * area, 0.002 + 8 * area * 1e-5)
+    assert batcher.pace.overhead_tokens == pytest.approx(200, rel=0.01)
+    assert batcher.pace.overhead_s == pytest.approx(0.002, rel=0.01)
+    assert batcher.pace.seconds(1000) == pytest.approx(0.012, rel=0.01)
+    assert batcher.area_max == pytest.approx(3200, rel=0.01)
+
+
+def test_where_all_is_computing_batches_stay_small():
+    batcher = Batcher(WINDOW_S)
+    for area in (10, 100, 1000, 50, 500):
+        batcher.done(0.0, area, area * 1e-3)
+    assert batcher.pace.overhead_tokens == OVERHEAD_TOKENS[0]
+    assert batcher.area_max == AREA_MIN
+    long = [item(str(one), 256) for one in range(4)]
+    assert len(choose(batcher, *long).items) == 2
+    # And padding may cost less: the ninth token more is one too many.
+    a, b, c = item("a", 20, 1.0), item("b", 28, 1.0), item("c", 29, 1.0)
+    assert names(choose(batcher, a, b, now_s=1.0)) == "ab"
+    assert names(choose(batcher, a, c, now_s=1.0)) == "a"
+
+
+def test_a_pace_that_cannot_be_told_keeps_its_guess():
+    pace = Pace()
+    for _ in range(20):
+        pace.observe(100, 0.05)
+    assert pace.overhead_tokens == OVERHEAD_TOKENS[1]
+    assert pace.seconds(100) == pytest.approx(0.05)
+    pace.observe(1000, 0.05)  # ten times the work in no more time
+    pace.observe(2000, 0.04)
+    assert pace.overhead_tokens == OVERHEAD_TOKENS[2]
+
+
+def test_a_forward_that_was_disturbed_counts_no_more_than_one():
+    pace = Pace()
+    for area in (100, 200, 300, 400):
+        pace.observe(area, area * 1e-4)
+    before = pace.seconds(100)
+    pace.observe(100, 60.0)
+    assert pace.seconds(100) < 4 * before
+
+
+class Queue(RuleBasedStateMachine):
+    """One worker, many askers, a manual clock: what a queue around the batcher would see."""
+
+    @initialize(rows_max=st.integers(1, 8), area_max=st.integers(20, 600))
+    def begin(self, rows_max: int, area_max: int) -> None:
+        self.rows_max, self.area_max = rows_max, area_max
+        self.bytes_max = 30_000
+        self.batcher = Batcher(WINDOW_S, rows_max=rows_max, area_max=area_max)
+        self.now_s = 100.0
+        self.waiting: dict[str, Item] = {}
+        self.left: list[str] = []
+        self.made = 0
+        self.idle_since: dict[str, float] = {}
+        self.asked_again_s = math.inf
+
+    @rule(
+        arrivals=st.lists(
+            st.tuples(
+                st.sampled_from([1, 8, 9, 12, 40, 130, 700]),
+                st.sampled_from([1, 1, 1, 2, 10]),
+                st.sampled_from([0.001, 0.05, 60.0]),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def arrive(self, arrivals: list[tuple[int, int, float]]) -> None:
+        for tokens, rows, patience_s in arrivals:
+            name = str(self.made)
+            self.made += 1
+            self.waiting[name] = Item(name, tokens, rows, self.now_s, self.now_s + patience_s)
+            self.idle_since[name] = self.now_s
+        self.work()
+
+    @rule(data=st.data())
+    def hang_up(self, data: st.DataObject) -> None:
+        if self.waiting:
+            name = data.draw(st.sampled_from(sorted(self.waiting)))
+            del self.waiting[name]
+            self.left.append(name)
+            self.work()
+
+    @rule(seconds=st.sampled_from([0.0005, 0.004, 0.02, 1.0]))
+    def pass_time(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.asked_again_s <= end_s:
+            self.now_s, self.asked_again_s = max(self.now_s, self.asked_again_s), math.inf
+            self.work()
+        self.now_s = end_s
+
+    def work(self) -> None:
+        """What the worker does when it is idle: all that may begin now, one after the other."""
+        self.asked_again_s = math.inf
+        while True:
+            choice = choose(
+                self.batcher, *self.waiting.values(), now_s=self.now_s, bytes_max=self.bytes_max
+            )
+            if not isinstance(choice, Batch):
+                if choice is not None:
+                    self.asked_again_s = choice
+                return
+            self.judge(choice)
+            for one in choice.items:
+                del self.waiting[one.id]
+                self.left.append(one.id)
+            seconds = self.batcher.pace.seconds(choice.tokens * choice.rows)
+            self.now_s += seconds
+            self.idle_since = dict.fromkeys(self.waiting, self.now_s)
+            self.batcher.done(self.now_s, choice.tokens * choice.rows, seconds)
+
+    def judge(self, batch: Batch) -> None:
+        assert all(self.now_s < one.deadline_s for one in batch.items)
+        assert len({one.id for one in batch.items}) == len(batch.items)
+        area = batch.tokens * batch.rows
+        if len(batch.items) > 1:
+            assert batch.rows <= self.rows_max
+            assert area <= self.area_max
+            assert 100 * area <= self.bytes_max
+            real = sum(one.area for one in batch.items)
+            assert area <= PADDED_MAX * real
+            spared = (len(batch.items) - 1) * self.batcher.pace.overhead_tokens
+            assert area - real <= spared + 1e-6
+        # Nobody is passed by one whose turn comes later, and equals never pass each other.
+        pace = self.batcher.pace
+        chosen = {one.id for one in batch.items}
+        first = batch.items[0]
+        for name, other in self.waiting.items():
+            if name in chosen or self.now_s >= other.deadline_s:
+                continue
+            turn_s = other.arrived_s + STRETCH * pace.seconds(other.area)
+            assert turn_s >= first.arrived_s + STRETCH * pace.seconds(first.area) - 1e-9
+            for one in batch.items:
+                if (one.tokens, one.rows) == (other.tokens, other.rows):
+                    assert int(one.id) < int(name)
+
+    @invariant()
+    def each_left_once_or_waits(self) -> None:
+        assert len(set(self.left)) == len(self.left)
+        assert len(self.left) + len(self.waiting) == self.made
+
+    @invariant()
+    def nobody_waits_for_company_beyond_the_window(self) -> None:
+        for name, one in self.waiting.items():
+            if self.now_s < one.deadline_s:
+                assert self.now_s <= self.idle_since[name] + WINDOW_S + 1e-9
+
+
+Queue.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_a_queue = Queue.TestCase

@@ -1,0 +1,265 @@
+"""Answers that grow together are the ones that each would get alone."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.demo.fixtures import checkpoints, peak_bytes, runner
+from umad.errors import InvalidParams
+from umad.serve.kinds import generation
+from umad.serve.kinds.answers import Answers
+from umad.serve.kinds.base import Prepared, Result
+from umad.serve.kinds.telling import Teller
+from umad.serve.kinds.text import TextRunner
+
+pytestmark = [pytest.mark.models, pytest.mark.slow]
+WORDS = "the captain paints a boat and sails to the harbour before noon".split()  # noqa: SIM905
+
+
+def never() -> bool:
+    return False
+
+
+def jobs(count: int, seed: int = 3) -> list[dict[str, Any]]:
+    """Prompts of many lengths; some drawn, some the likeliest, some with a stop."""
+    chance = random.Random(seed)
+    return [
+        {
+            "prompt": " ".join(chance.choices(WORDS, k=chance.randint(1, 16))),
+            "max_tokens": chance.randint(1, 12),
+            "temperature": chance.choice([0.0, 0.0, 0.8]),
+            "top_p": chance.choice([1.0, 0.9]),
+            "seed": number,
+            "stop": [chance.choice(["e", "harbour", "zz"])] if number % 3 == 0 else [],
+        }
+        for number in range(count)
+    ]
+
+
+def grown(
+    talk: TextRunner, wanted: list[dict[str, Any]], chance: random.Random
+) -> list[dict[str, Any]]:
+    """Let them join at steps by chance, and a few leave for good."""
+    answers = talk.generation()
+    names: dict[object, int] = {}
+    done: dict[int, Result] = {}
+    waiting = list(enumerate(wanted))
+    lost: list[object] = []
+    while waiting or names:
+        while waiting and (not names or chance.random() < 0.3):
+            number, job = waiting.pop(0)
+            names[answers.join(talk.prepare(job), never, None)] = number
+            if chance.random() < 0.2:  # somebody else comes, too, and hangs up soon
+                lost.append(answers.join(talk.prepare(job), never, None))
+        if lost and chance.random() < 0.4:
+            answers.leave(lost.pop())
+        for name, result in answers.step():
+            if name in names:
+                done[names.pop(name)] = result
+            else:
+                lost.remove(name)
+    return [done[number].data for number in range(len(wanted))]
+
+
+@contextmanager
+def read_in_parts_of(tokens: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "PREFILL_TOKENS", tokens)
+        patch.setattr(generation, "CHUNK_TOKENS", 8)
+        yield
+
+
+def as_transformers_does(talk: TextRunner) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The same answers by ``generate`` and its own attention, one by one."""
+
+    def ask(job: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        model = talk._model
+        model.set_attn_implementation("sdpa")
+        try:
+            with torch.inference_mode():
+                return talk._generate(talk._encode(job), job, never, None).data
+        finally:
+            model.set_attn_implementation(generation.ATTENTION)
+
+    return ask
+
+
+@pytest.mark.parametrize("prefill", [512, 5])
+def test_each_answer_is_the_one_it_gets_alone(prefill: int) -> None:
+    talk = runner("chat", "llama")
+    assert talk.joins
+    wanted = jobs(9)
+    alone = list(map(as_transformers_does(talk), wanted))
+    assert len({answer["text"] for answer in alone}) > 6
+    with read_in_parts_of(prefill):
+        assert grown(talk, wanted, random.Random(prefill)) == alone
+    assert [talk.run(job, never).data for job in wanted] == alone
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_windows_and_penalties_are_those_of_the_model(family: str) -> None:
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints() / "llama")
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "sliding_window": 9,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family == "qwen2":
+        sizes |= {"use_sliding_window": True, "max_window_layers": 1}
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.repetition_penalty = 1.3
+    talk = TextRunner(model, tokenizer, 0)
+    assert generation.joins(model)
+    talk.joins = True
+    wanted = jobs(6, seed=9)
+    alone = list(map(as_transformers_does(talk), wanted))
+    with read_in_parts_of(7):
+        assert grown(talk, wanted, random.Random(1)) == alone
+
+
+def test_models_that_would_answer_otherwise_are_asked_one_by_one() -> None:
+    import torch
+    import transformers
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    llama = transformers.LlamaConfig(**sizes, **heads)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(llama)
+    model.generation_config.no_repeat_ngram_size = 2
+    assert not generation.joins(model)
+    model = transformers.LlamaForCausalLM(llama)
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not generation.joins(model)
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    assert not generation.joins(gpt)
+    assert gpt.config._attn_implementation != generation.ATTENTION
+    assert not runner("vision").joins
+
+
+def test_one_that_fails_changes_nothing_for_the_others() -> None:
+    talk = runner("chat", "llama")
+    wanted = [{**job, "max_tokens": 8, "temperature": 0.0} for job in jobs(3)]
+    alone = [talk.run(job, never).data for job in wanted]
+    answers = talk.generation()
+    names = [answers.join(talk.prepare(job), never, None) for job in wanted]
+    answers.step()
+
+    def broken(_tokens: list[int], _scores: Any) -> Any:
+        raise RecursionError
+
+    culprit = talk.prepare({"prompt": "x", "max_tokens": 5})
+    asked = culprit.inputs
+    bad = type(asked)(asked.prompt, asked.new, asked.stops, broken)
+    last = answers.join(Prepared(1, 1, 1, bad), never, None)
+    done: dict[object, Result] = {}
+    with pytest.raises(RecursionError):
+        answers.step()
+    for name in names:
+        done.update(answers.step([name]))
+    with pytest.raises(RecursionError):
+        answers.step([last])
+    answers.leave(last)
+    while answers.size[1]:
+        done.update(answers.step())
+    assert [done[name].data for name in names] == alone
+
+
+def test_who_has_left_ends_at_the_next_step() -> None:
+    talk = runner("chat", "llama")
+    answers: Answers = talk.generation()
+    gone = False
+    job = talk.prepare({"prompt": "the captain", "max_tokens": 100, "temperature": 0.0})
+    answers.join(job, lambda: gone, None)
+    assert answers.step() == []
+    gone = True
+    ((_, result),) = answers.step()
+    assert result.data["completion_tokens"] == 2
+    assert answers.size == (0, 0)
+
+
+def test_a_job_that_cannot_be_is_refused_before_it_joins() -> None:
+    talk = runner("chat", "llama")
+    for change, said in [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"stop": [""]}, "stop"),
+        ({"temperature": 9}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": "1" * 3000}, "2048"),
+    ]:
+        with pytest.raises(InvalidParams, match=said):
+            talk.prepare({"prompt": "x", "max_tokens": 3, **change})
+
+
+# --- telling -------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes of UTF-8; 256 is special and says nothing."""
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def told(data: bytes | list[int], *stops: str) -> tuple[list[str], str, bool]:
+    pieces: list[str] = []
+    teller = Teller(Letters(), list(stops), pieces.append)
+    stopped = any(teller.add(token) for token in data)
+    return pieces, teller.finish(), stopped
+
+
+@pytest.mark.parametrize("text", ["plain", "größer – 日本語 🚢!", "a\u0301b", ""])
+def test_only_whole_characters_are_told(text: str) -> None:
+    pieces, whole, stopped = told(text.encode())
+    assert (whole, "".join(pieces), stopped) == (text, text, False)
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert len(pieces) == len(text)
+
+
+def test_bytes_that_are_no_character_are_told_all_the_same() -> None:
+    pieces, whole, _ = told(b"ab\xff\xff\xff\xff\xff\xff\xff\xff\xffc\xe6")
+    assert "".join(pieces) == whole
+    assert whole.startswith("ab\ufffd")
+    assert whole.endswith("c\ufffd")
+    assert told([97, *[256] * 20, 98])[1] == "ab"
+
+
+def test_no_part_of_a_stop_is_told() -> None:
+    pieces, whole, stopped = told(b"one two three", "two t", "never")
+    assert (pieces, whole, stopped) == (["o", "ne "], "one ", True)
+    pieces, whole, stopped = told(b"one two", "two three")
+    assert (whole, stopped) == ("one two", False)
+    assert pieces == ["o", "n", "e", " ", "two"]
+    assert told(b"aab", "ab")[1] == "a"
+
+
+def test_together_they_hold_no_more_than_each_was_given() -> None:
+    talk = runner("chat", "llama")
+    read = [talk.prepare({"prompt": "captain " * 60, "max_tokens": 4, "seed": 1})] * 6
+    answers = talk.generation()
+
+    def grow() -> None:
+        for job in read:
+            answers.join(job, never, None)
+        while answers.size[1]:
+            answers.step()
+
+    assert peak_bytes(grow) <= sum(job.bytes_needed for job in read)

@@ -1,0 +1,249 @@
+"""Which of the jobs that wait go together in one forward, and when: sliding windows by length.
+
+A forward costs a part of its own, whatever it holds, and a part for each padded token of its rows.
+The first is what a batch saves, and what it may waste: that figure, in tokens (the *overhead*), is
+measured, and all bounds follow from it.  Where it is small, a model computes what it is given and
+batching does not pay: then batches stay small by themselves.  Rules:
+
+1. next comes whose turn it is: arrival plus ``STRETCH`` times what it takes alone.  So a short one
+   passes long ones that came a little earlier, and nobody who came later than that passes anybody;
+2. those of like length join it, in the same order, while the batch stays within its rows, its
+   padded area and its bytes, and while padding costs no more than the forwards that are saved.
+   Who is too large for those bounds alone runs alone;
+3. a batch that could take no more begins at once.  So does one when as many wait as have lately
+   been there together: nobody else can come.  A lone request on an idle worker therefore never
+   waits;
+4. else it waits for the others: until its oldest has waited for the window, and no longer than
+   what they would save together;
+5. one whose deadline has passed is not begun.
+
+Stays out: the jobs themselves, who cancels them, clocks and threads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+ROWS_MAX: Final = 64
+AREA_MAX: Final = 8192
+STRETCH: Final = 8.0
+PADDED_MAX: Final = 1.5
+"""Padded tokens of a batch, over the real ones, at most."""
+AMORTISED: Final = 16.0
+"""A batch of so many times the overhead gains too little from one row more: 6 %."""
+AREA_MIN: Final = 512
+"""A batch may grow to this, whatever was measured."""
+QUIET_WINDOWS: Final = 4.0
+"""After so many windows without anybody, nobody is expected."""
+OVERHEAD_TOKENS: Final = (8.0, 64.0, 4096.0)
+"""The least, the first guess, and the most that is believed.
+Source: MiniLM, 2 cores, one torch thread: 57 tokens, from 8 and 32 rows of 8."""
+SECONDS_PER_TOKEN: Final = 1e-4  # a first guess, too
+KEPT: Final = 0.97  # of the weight of what was measured before, at each forward
+_OUTLIER: Final = 4.0  # a forward that took so many times what was expected was disturbed
+
+
+class Why(StrEnum):
+    """Why a batch began when it did."""
+
+    ROWS = "rows"
+    AREA = "area"
+    BYTES = "bytes"
+    ALL = "all"
+    WINDOW = "window"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A job that waits: its length in tokens and its rows, each at least 1; times are monotonic."""
+
+    id: str
+    tokens: int
+    rows: int
+    arrived_s: float
+    deadline_s: float
+
+    @property
+    def area(self) -> int:
+        """All of its tokens, padded to its longest row."""
+        return self.tokens * self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is to begin now, in order of turn."""
+
+    items: tuple[Item, ...]
+    why: Why
+
+    @property
+    def tokens(self) -> int:
+        """The length that its rows are padded to."""
+        return max(item.tokens for item in self.items)
+
+    @property
+    def rows(self) -> int:
+        """Of all its items."""
+        return sum(item.rows for item in self.items)
+
+
+class Pace:
+    """Seconds of a forward: a part of its own and one for each padded token, as measured.
+
+    Least squares over what was measured, forgotten little by little.
+    """
+
+    def __init__(self) -> None:
+        _, self.overhead_tokens, _ = OVERHEAD_TOKENS
+        self.per_token_s = SECONDS_PER_TOKEN
+        self._weight = self._area = self._seconds = self._areas = self._products = 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """What one forward less saves."""
+        return self.overhead_tokens * self.per_token_s
+
+    def seconds(self, area: int) -> float:
+        """Of a forward of so many padded tokens."""
+        return (self.overhead_tokens + area) * self.per_token_s
+
+    def observe(self, area: int, seconds: float) -> None:
+        """A forward of so many padded tokens has taken so long."""
+        if self._weight:
+            seconds = min(seconds, _OUTLIER * self.seconds(area))
+        self._weight = KEPT * self._weight + 1
+        self._area = KEPT * self._area + area
+        self._seconds = KEPT * self._seconds + seconds
+        self._areas = KEPT * self._areas + area * area
+        self._products = KEPT * self._products + area * seconds
+        mean, took = self._area / self._weight, self._seconds / self._weight
+        spread = self._areas / self._weight - mean * mean
+        if spread > (mean / 8) ** 2:  # else all were alike, and nothing tells the two parts apart
+            slope = (self._products / self._weight - mean * took) / spread
+            least, _, most = OVERHEAD_TOKENS
+            overhead = took / slope - mean if slope > 0 else most
+            self.overhead_tokens = max(least, min(overhead, most))
+        self.per_token_s = max(took, 1e-9) / (mean + self.overhead_tokens)
+
+
+class Batcher:
+    """Chooses for one worker of one model; it is asked whenever that worker is idle.
+
+    Args:
+        window_s: how long anybody waits for company, at most.
+        rows_max: of a batch.
+        area_max: padded tokens of a batch, whatever was measured.
+    """
+
+    def __init__(
+        self, window_s: float, *, rows_max: int = ROWS_MAX, area_max: int = AREA_MAX
+    ) -> None:
+        self.pace = Pace()
+        self._window_s = window_s
+        self._rows_max = rows_max
+        self._area_max = area_max
+        self._crowd = 1  # how many have lately been there together
+        self._idle_since_s = float("-inf")
+
+    @property
+    def area_max(self) -> int:
+        """Padded tokens that a batch of several may have now."""
+        wanted = int(AMORTISED * self.pace.overhead_tokens)
+        return min(self._area_max, max(AREA_MIN, wanted))
+
+    def choose(
+        self,
+        waiting: Sequence[Item],
+        now_s: float,
+        *,
+        bytes_max: int,
+        price: Callable[[int, int], int],
+    ) -> Batch | float | None:
+        """What to begin now.
+
+        Args:
+            waiting: all that wait, in order of arrival.
+            now_s: the time.
+            bytes_max: what a batch of several may take.
+            price: the bytes of a forward, from its (tokens, rows).
+
+        Returns:
+            A batch; or when to ask again, unless somebody comes before; None: nobody waits.
+        """
+        live = [item for item in waiting if now_s < item.deadline_s]  # 5
+        if not live:
+            return None
+        oldest_s = min(item.arrived_s for item in live)
+        if oldest_s - self._idle_since_s > QUIET_WINDOWS * self._window_s:
+            self._crowd = 1
+        self._crowd = max(self._crowd, len(live))
+        live.sort(key=self._turn_s)  # 1; equals stay in order of arrival
+        batch, full = self._together(live, bytes_max, price)
+        if full is not None:
+            return Batch(batch, full)
+        missing = self._crowd - len(live)
+        if not missing:
+            return Batch(batch, Why.ALL)  # 3
+        until_s = oldest_s + min(self._window_s, missing * self.pace.overhead_s)  # 4
+        if now_s < until_s:
+            return until_s
+        self._crowd = (self._crowd + len(live)) // 2
+        return Batch(batch, Why.WINDOW)
+
+    def done(self, now_s: float, area: int, seconds: float | None) -> None:
+        """What was chosen has ended: one forward of so many padded tokens, where it has seconds."""
+        if seconds is not None:
+            self.pace.observe(area, seconds)
+        self._idle_since_s = now_s
+
+    def _turn_s(self, item: Item) -> float:
+        return item.arrived_s + STRETCH * self.pace.seconds(item.area)
+
+    def _together(
+        self, ready: Sequence[Item], bytes_max: int, price: Callable[[int, int], int]
+    ) -> tuple[tuple[Item, ...], Why | None]:
+        """Who joins the first (2), and which bound kept others out, or would keep out any other."""
+        first, *others = ready
+        chosen = [first]
+        tokens, rows, real = first.tokens, first.rows, first.area
+        area_max = self.area_max
+        full: Why | None = None
+        refused: set[tuple[int, int]] = set()  # so that equals stay in their order
+        for item in others:
+            size = (item.tokens, item.rows)
+            longest, more, whole = max(tokens, item.tokens), rows + item.rows, real + item.area
+            wasted = longest * more - whole
+            if size in refused:
+                continue
+            if (
+                wasted > len(chosen) * self.pace.overhead_tokens
+                or longest * more > PADDED_MAX * whole
+            ):
+                refused.add(size)
+                continue
+            passed = self._passed(longest, more, area_max, bytes_max, price)
+            if passed is not None:
+                full = full or passed
+                refused.add(size)
+                continue
+            chosen.append(item)
+            tokens, rows, real = longest, more, whole
+        if full is None:  # could it take one row more?
+            full = self._passed(tokens, rows + 1, area_max, bytes_max, price)
+        return tuple(chosen), full
+
+    def _passed(
+        self,
+        tokens: int,
+        rows: int,
+        area_max: int,
+        bytes_max: int,
+        price: Callable[[int, int], int],
+    ) -> Why | None:
+        """The bound that a batch of this size would pass."""
+        if rows > self._rows_max:
+            return Why.ROWS
+        if tokens * rows > area_max:
+            return Why.AREA
+        return Why.BYTES if price(tokens, rows) > bytes_max else None

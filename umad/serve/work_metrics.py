@@ -1,0 +1,51 @@
+"""What the engine has done, as families of metrics: labels are models and reasons, all known."""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from umad.core.batching import Why
+from umad.serve.figures import ROWS
+
+
+def families(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """The families.
+
+    Args:
+        shown: ``Figures`` as plain values, by model.
+    """
+    rows = HistogramMetricFamily(
+        "umad_serve_forward_rows",
+        "Rows of the forwards that were done for several requests, or could have been.",
+        labels=["model"],
+    )
+    batches = CounterMetricFamily(
+        "umad_serve_batches",
+        "Batches by why they began: a bound was reached, all were there, or the window was over.",
+        labels=["model", "why"],
+    )
+    growing = GaugeMetricFamily(
+        "umad_serve_generating", "Answers that are being generated now.", labels=["model"]
+    )
+    restarts = CounterMetricFamily(
+        "umad_serve_turn_restarts",
+        "Faults of umad's own in the loop that batches; each cost the requests at work.",
+        labels=["model"],
+    )
+    bounds = [*map(float, ROWS), float("inf")]
+    for model, work in shown.items():
+        counts = zip(bounds, accumulate(work["rows"]), strict=True)
+        buckets = [("+Inf" if le == float("inf") else str(le), count) for le, count in counts]
+        rows.add_metric([model], buckets=buckets, sum_value=work["rows_sum"])
+        for why in Why:
+            batches.add_metric([model, why], work["batches"].get(why, 0))
+        growing.add_metric([model], work["growing"])
+        restarts.add_metric([model], work["restarts"])
+    yield from (rows, batches, growing, restarts)
