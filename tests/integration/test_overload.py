@@ -160,7 +160,8 @@ def test_200_requests_at_once_on_five_instances(folder: Path) -> None:
         assert statuses.count(200) >= 100
         assert all(answer.retry_after for answer in answers if answer.status == 429)
         done = sum(worker["forwards"] for worker in running.daemon.status()["workers"])
-        assert done == statuses.count(200)
+        # Answers that grow together are one forward, and who is refused makes none.
+        assert 0 < done <= statuses.count(200)
         malformed = ask.post(running.address, "/v1/chat/completions", model="llama", messages=3)
         assert malformed.status == 400
 

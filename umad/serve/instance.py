@@ -26,6 +26,7 @@ from umad.errors import (
     WorkerRevoked,
 )
 from umad.serve.link import ModelState
+from umad.serve.translate import translated
 from umad.settings import ModelSettings
 
 # (first, longest) wait between two loads: for room that may come, and for a fault that somebody
@@ -102,7 +103,7 @@ class Instance(threading.Thread):
             self.settled.set()
             self._stopping.wait(self._hold_s)
         while not self._stopping.is_set():
-            error = self._live()
+            error = self._lived()
             self.settled.set()
             if self._stopping.is_set():
                 return
@@ -118,6 +119,14 @@ class Instance(threading.Thread):
                 retry_in_s=round(wait_s, 1),
             )
             self._stopping.wait(wait_s)
+
+    def _lived(self) -> UmadError:
+        """Why a life ended; a fault of our own ends it too, and never the thread."""
+        try:
+            with translated(self.name, "life"):
+                return self._live()
+        except UmadError as error:
+            return error
 
     def _wait_s(self, error: UmadError) -> float:
         """How long to wait after such an end before living again."""
