@@ -116,6 +116,31 @@ def test_a_full_batch_begins_at_once_and_who_is_too_large_runs_alone(
     assert (names(choice), choice.why) == (together, why)
 
 
+def test_c32_rows_are_counted_and_not_requests():
+    """Ten requests of 15 rows under a cap of 24 are ten forwards."""
+    batcher = Batcher(WINDOW_S, rows_max=24)
+    waiting = [item(name, rows=15) for name in "abcdefghij"]
+    begun, now_s = [], 0.0
+    while waiting:
+        choice = choose(batcher, *waiting, now_s=now_s)
+        if not isinstance(choice, Batch):
+            now_s = choice  # the last one waits for company
+            continue
+        assert choice.rows == 15
+        begun.append(names(choice))
+        waiting = [one for one in waiting if one not in choice.items]
+        batcher.done(now_s, 150, None)
+    assert begun == list("abcdefghij")
+
+
+def test_c32_padding_is_judged_and_those_that_came_meanwhile_go_together():
+    batcher = Batcher(WINDOW_S)
+    waiting = [*(item(name, 8) for name in "abc"), item("L", 4096)]
+    assert names(choose(batcher, *waiting)) == "abc"
+    batcher.done(0.3, 24, 0.3)  # six came while it ran
+    assert names(choose(batcher, *(item(name, 8, 0.1) for name in "defghi"), now_s=0.3)) == "defghi"
+
+
 def test_long_ones_do_not_pad_short_ones():
     batcher = Batcher(WINDOW_S)
     waiting = [item("L", 130), *(item(name) for name in "abcd"), item("M", 120)]

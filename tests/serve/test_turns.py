@@ -1,8 +1,10 @@
 """Several jobs at once in a real engine: each its own answer, and only the culprit its error."""
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import signal
 from collections.abc import Awaitable
 from pathlib import Path
@@ -101,6 +103,40 @@ def test_those_that_wait_go_together_and_each_gets_its_own(tmp_path, daemon):
             work = engine.link.status("together")["work"]
             assert sum(work["batches"].values()) == 3
             assert work["rows"][:4] == [2, 0, 1, 0]
+
+    run(scenario())
+
+
+def test_c33_of_a_thousand_at_once_each_gets_its_own(tmp_path, daemon):
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"together": {}})) as engine:
+            model = await ready(tmp_path, engine, "together")
+            chance = random.Random(33)
+            names = [str(number) for number in range(1000)]
+            work = [model.ask(name, tokens=chance.choice((5, 8, 60))) for name in names]
+            answers = await asyncio.gather(*work)
+            assert [answer["text"] for answer in answers] == names
+            together = model.forwards
+            assert sorted(itertools.chain(*together), key=int) == names
+            assert max(map(len, together)) > 1
+
+    run(scenario())
+
+
+def test_c33_whose_client_has_left_is_in_no_forward(tmp_path, daemon):
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"together": {}})) as engine:
+            model = await ready(tmp_path, engine, "together")
+            first = await model.hold()
+            work = {str(number): model.ask(str(number)) for number in range(50)}
+            await model.all_wait()
+            for name in list(work)[:40]:
+                work.pop(name).cancel()
+            await model.all_wait()
+            model.release()
+            await first
+            await asyncio.gather(*work.values())
+            assert sorted(itertools.chain(*model.forwards[1:])) == sorted(work)
 
     run(scenario())
 
