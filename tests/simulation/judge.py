@@ -63,7 +63,7 @@ class Judge:
         self.wait_max_s = 0.0
         self.recovering_until_s = 0.0
         self._leases: dict[int, Shadow] = {}
-        self._holder: tuple[int, int, float] | None = None  # connection, token, until
+        self._holder: tuple[int, int, float] | None = None  # connection, worker, until
         self._held: dict[Identity, int] = {}  # bytes at the last look
         self._tenants = self._room = 0
         self._budget = 0
@@ -144,9 +144,9 @@ class Judge:
                     raise Found("double release", f"lease {ask.params['lease']} ended twice")
                 shadow.released = True
             case "init_lock":
-                self._locked(connection, result)
-            case "init_unlock":
-                self._holder = None
+                self._locked(connection, ask.params["worker"], result)
+            case "init_unlock" | "unregister":
+                self._unlocked(ask.params["worker"])
 
     def _registered(self, pending: Pending, result: Mapping[str, Any]) -> None:
         program = pending.task.program
@@ -166,12 +166,16 @@ class Judge:
                 shadow = Shadow(result["worker"], owner, size, False, until_s, again["token"])
                 self._leases[again["lease"]] = shadow
 
-    def _locked(self, connection: int, result: Mapping[str, Any]) -> None:
+    def _unlocked(self, worker: int) -> None:
+        if self._holder is not None and self._holder[1] == worker:
+            self._holder = None
+
+    def _locked(self, connection: int, worker: int, result: Mapping[str, Any]) -> None:
         now_s = self.world.now_s
         self._recovering("init_lock")
         if self._holder is not None and now_s < self._holder[2]:
             raise Found("two holders", f"{connection} got the mutex that {self._holder} has")
-        self._holder = (connection, result["token"], now_s + result["deadline_s"])
+        self._holder = (connection, worker, now_s + result["deadline_s"])
 
     def _granted(self, pending: Pending, result: Mapping[str, Any]) -> None:
         self.grants += 1

@@ -150,7 +150,8 @@ def still_there(books: ProcessBooks, reading: ProcessReading | None) -> StillThe
     2. of a released burst only what lies above the quotas too: within its quota a worker may
        hold what it likes;
     3. a remainder of a load that is noise counts as gone: the heap of an interpreter never
-       returns to the byte.  What lies above the quotas is no noise: it would be a breach.
+       returns to the byte.  Not above the quotas: its neighbours would be over their limit by
+       it, in this very look.
     """
     if reading is None:
         return None
@@ -162,7 +163,7 @@ def still_there(books: ProcessBooks, reading: ProcessReading | None) -> StillThe
     bursts = max(0, held - max(books.active, books.quotas))  # 2
     loads = max(0, held - books.active)  # 1
     noise = max(NOISE_BYTES, int(books.releasing * NOISE_RATIO))  # 3
-    return StillThere(0 if loads <= noise else loads, bursts)
+    return StillThere(0 if loads <= noise and not bursts else loads, bursts)
 
 
 # Source: DESIGN, "unload": at least 98 % of the bytes are back; and our measurement of an idle

@@ -12,7 +12,7 @@ from typing import Any
 
 from umad.config import Settings
 from umad.core.access import Access, Permission
-from umad.core.audit import AccountBooks, ProcessBooks
+from umad.core.audit import NOISE_BYTES, AccountBooks, ProcessBooks
 from umad.core.fragmentation import Fragmentation
 from umad.core.history import History
 from umad.core.ledger import Ledger
@@ -304,5 +304,7 @@ class State:
             loading,
             tuple(sorted(by_pool.items())),
             process.ended,
-            process.baseline + active if releasing and self.recycled(process) else None,
+            process.baseline + active + NOISE_BYTES  # nobody is killed for what wanders
+            if releasing and self.recycled(process)
+            else None,
         )
