@@ -119,4 +119,6 @@ def test_what_is_still_there() -> None:
     # What is above the quotas is not: freed too early, it would be a breach.
     assert still_there(books, process(7, 172 * MB)) == StillThere(52 * MB, 2 * MB)
     busy = replace(books, quotas=100 * MB)
+    assert still_there(busy, process(7, 125 * MB)) == StillThere(0, 5 * MB), "nobody is left"
+    busy = replace(busy, limit=120 * MB)
     assert still_there(busy, process(7, 125 * MB)) == StillThere(5 * MB, 5 * MB)

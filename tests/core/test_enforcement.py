@@ -101,6 +101,16 @@ def test_a_worker_over_its_account_is_fenced_alone_and_its_bytes_come_back(drive
     assert drive.call(7, "register", model="next", quota=MB, guard=True)["account"] == 0
 
 
+def test_who_is_fenced_is_granted_nothing_it_still_waited_for(drive: Drive) -> None:
+    two(drive)
+    waiting = drive.ask(7, "admit", worker=1, bytes=1700 * MB, wait_s=10.0)
+    assert drive.answer(waiting) is None
+    drive.look({7: 700 * MB}, safe=4096 * MB, accounts={1: figures(400 * MB), 2: figures(MB)})
+    assert drive.event("revoked")["worker"] == "greedy"
+    assert isinstance(drive.answer(waiting), WorkerRevoked)
+    assert drive.engine.status(drive.now_s)["queue"] == []
+
+
 def test_bytes_that_do_not_come_back_by_the_deadline_cost_the_process(drive: Drive) -> None:
     two(drive)
     drive.look({7: 500 * MB}, accounts={1: figures(400 * MB), 2: figures(100 * MB)})

@@ -226,7 +226,7 @@ def test_c28_nothing_is_read_beyond_the_limit() -> None:
             answered.append(read)
 
     scope = {"type": "http", "method": "POST", "headers": [], "client": ("10.0.0.1", 1)}
-    gate = Gate(ServeSettings(body_max=8 * MIB), ())
+    gate = Gate(ServeSettings(body_max=8 * MIB))
     asyncio.run(GateMiddleware(application, gate)(scope, receive, answer))
     assert answered == [8 * MIB + (64 << 10)]
 

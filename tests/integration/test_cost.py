@@ -64,7 +64,8 @@ def test_predictions_come_within_twice_of_what_is_measured(folder: Path) -> None
         for at in range(FORWARDS):
             speak(running, (25, 40, LARGE)[at % 3])
         last = booked_beyond(running)
-        assert 0 < last < first / 2, f"{first / MIB:.1f} MiB, {last / MIB:.1f} MiB"
+        # The worst case is no more than twice what is true: a prompt is read 512 tokens at a time.
+        assert 0 < last < first * 2 / 3, f"{first / MIB:.1f} MiB, {last / MIB:.1f} MiB"
 
         taken = samples(running)
         assert len(taken) >= FORWARDS

@@ -69,10 +69,10 @@ def test_who_sleeps_is_left_alone_and_another_thread_takes_its_place(
 ) -> None:
     async def scenario() -> None:
         async with fenced(daemon, config, "asleep") as engine:
-            before = await engine.run("neighbour", prompt="work")
+            before = (await engine.run("neighbour", prompt="work"))["text"]
             await until(lambda: engine.state("greedy") == "ready", timeout_s=30)
             assert (await engine.run("greedy", prompt="work"))["text"]
-            assert await engine.run("neighbour", prompt="work") == before
+            assert (await engine.run("neighbour", prompt="work"))["text"] == before
             assert engine.process.returncode is None
 
     asyncio.run(scenario())

@@ -150,8 +150,8 @@ def still_there(books: ProcessBooks, reading: ProcessReading | None) -> StillThe
     2. of a released burst only what lies above the quotas too: within its quota a worker may
        hold what it likes;
     3. a remainder of a load that is noise counts as gone: the heap of an interpreter never
-       returns to the byte.  Not above the quotas: its neighbours would be over their limit by
-       it, in this very look.
+       returns to the byte.  Not above the quotas of those that are left: they would be over
+       their limit by it, in this very look.
     """
     if reading is None:
         return None
@@ -163,7 +163,8 @@ def still_there(books: ProcessBooks, reading: ProcessReading | None) -> StillThe
     bursts = max(0, held - max(books.active, books.quotas))  # 2
     loads = max(0, held - books.active)  # 1
     noise = max(NOISE_BYTES, int(books.releasing * NOISE_RATIO))  # 3
-    return StillThere(0 if loads <= noise and not bursts else loads, bursts)
+    forgiven = loads <= noise and (books.limit is None or not bursts)
+    return StillThere(0 if forgiven else loads, bursts)
 
 
 # Source: DESIGN, "unload": at least 98 % of the bytes are back; and our measurement of an idle

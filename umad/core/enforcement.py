@@ -7,8 +7,8 @@ fenced.
 from collections.abc import Iterator
 from typing import Any, Final
 
-from umad.core import kin, membership
-from umad.core.actions import Action, CloseAccount, Event, Kill, Notify, SetLimit
+from umad.core import grants, kin, membership
+from umad.core.actions import Action, CloseAccount, Event, Kill, Notify, Refuse, SetLimit
 from umad.core.audit import ORPHANED, Breach
 from umad.core.state import Member, State
 from umad.core.watchdog import Case, Complied, KillNow, Revoke, Unkillable, Verdict
@@ -104,6 +104,7 @@ def _fence(state: State, case: Case) -> Iterator[Action]:
         if case.worker is not None and worker.account is not None:
             member.revoked = True
             yield CloseAccount(worker.identity, worker.account)
+            yield from _refuse_waiting(state, member)
         if member.client is not None:
             yield Notify(
                 member.client,
@@ -117,6 +118,14 @@ def _fence(state: State, case: Case) -> Iterator[Action]:
                     "grace_s": state.watchdog.deadline_s(breach),
                 },
             )
+
+
+def _refuse_waiting(state: State, member: Member) -> Iterator[Action]:
+    """Nothing more is granted to who has to give back."""
+    for queue in state.queues:
+        for waiter in queue.pop_worker(member.worker.id):
+            grants.waits_no_more(state, member.worker.id)
+            yield Refuse(waiter.connection, waiter.request, membership.revoked(member))
 
 
 def _returned(state: State, case: Case, now_s: float) -> Iterator[Action]:
