@@ -59,7 +59,7 @@ for count in range(1, 9):
     def allocate(seed):
         global given, refused, strange
         chance, kept = random.Random(seed), []
-        for _ in range(tries // 36):
+        for _ in range(tries // 36 + 1):  # no fewer than asked for
             size = int(2 ** chance.uniform(16, 28))
             try:
                 with worker.forward():
