@@ -123,6 +123,20 @@ def test_a_device_fault_ends_the_process_after_the_answer(tmp_path, daemon):
     run(scenario())
 
 
+def test_an_import_that_is_broken_off_ends_the_engine(tmp_path, daemon):
+    """As when the daemon dies in the middle of it: half a torch is imported by nobody again."""
+
+    async def scenario():
+        config = write_config(tmp_path, {"one": {}})
+        (tmp_path / "one" / "refused").touch()
+        async with engine_process(config) as engine, asyncio.timeout(20):
+            assert await engine.process.wait() == 70
+        async with engine_process(config) as engine, asyncio.timeout(20):
+            await engine.ready("one")
+
+    run(scenario())
+
+
 def test_a_refused_load_waits_and_tries_again_while_others_load(tmp_path, daemon):
     room = False
 

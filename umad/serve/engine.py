@@ -191,10 +191,17 @@ class Engine:
         self._loop.call_soon_threadsafe(self._end, 0, ident)
 
     def _direct(self) -> None:
-        """Start the models by priority; then follow each new configuration."""
-        self._start(self._settings.models)
-        while not self._stopping.is_set():
-            self._follow(*self._reloads.get())
+        """Start the models by priority; then follow each new configuration.
+
+        A fault of our own ends the engine: without this thread no model ever comes.
+        """
+        try:
+            self._start(self._settings.models)
+            while not self._stopping.is_set():
+                self._follow(*self._reloads.get())
+        except BaseException:
+            self._on_poisoned()
+            raise
 
     def _start(self, models: Iterable[ModelSettings]) -> None:
         """Start the workers of some models, by priority.
@@ -310,9 +317,17 @@ class Engine:
                 self._nursery.start()  # its imports run beside ours
             # What no model owns is booked too, for life: the interpreter and its libraries.
             runtime = client.worker(RUNTIME, quota=self._settings.serve.runtime_quota, pin=True)
-            return client, runtime.load(self._libraries, wait_s=RETRY_MAX_S)
+            return client, runtime.load(self._bring, wait_s=RETRY_MAX_S)
         except UmadError:
             client.close()
+            raise
+
+    def _bring(self) -> Load:
+        """Import the libraries; one that was broken off leaves half of it behind: no second try."""
+        try:
+            return self._libraries()
+        except BaseException:
+            self._on_poisoned()
             raise
 
     def _until_open(self) -> tuple[Client, Load] | None:
