@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ATTENTION: Final = "umad_packed"
 PREFILL_TOKENS: Final = 512  # of all prompts, in one step
-CHUNK_TOKENS: Final = 128  # a cache grows by so many
+CHUNK_TOKENS: Final = 32  # a cache grows by so many; what is not used yet of them is charged
 # Decoders with plain attention and a cache of keys and values alone.
 FAMILIES: Final = frozenset(
     {"granite", "llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
