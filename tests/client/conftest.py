@@ -152,7 +152,11 @@ class Daemon:
 
     def do_register(self, params: dict[str, Any]) -> Any:
         answer = {"worker": next(self._ids), "generation": self.generation, "baseline": 0}
-        return {**answer, **self.grant(params["held"])} if "held" in params else answer
+        if "held" in params:
+            answer |= self.grant(params["held"])
+        elif "loading" in params and not self.leases:  # else it has that load in its books
+            answer |= self.grant(params["loading"]) | {"init_token": next(self._ids)}
+        return answer
 
     def do_reserve(self, params: dict[str, Any]) -> Any:
         return self.grant(params["bytes"])

@@ -352,11 +352,79 @@ def test_a_restart_in_the_middle_of_a_load_books_what_was_loaded(daemon, client)
 
         model = worker.load(loader)
         assert worker.held_bytes == daemon.booked >= 7 * MIB
+        [_, again] = daemon.of("register")
+        assert again["loading"] == 64 * MIB
+        assert len(daemon.of("reserve")) == 1, "the load was booked again by the registration"
         with worker.forward():
             pass
         model.weights = b""
         worker.unload()
         assert (daemon.booked, daemon.leaked) == (0, 0)
+
+
+def test_a_load_that_fails_after_a_restart_leaves_nothing(daemon, client, until):
+    with client.worker("llama", quota="64MiB") as worker:
+
+        def loader():
+            daemon.stop()
+            daemon.leases.clear()
+            daemon.start()
+            until(lambda: daemon.booked == 64 * MIB)
+            raise ValueError("the file is damaged")
+
+        with pytest.raises(ValueError, match="damaged"):
+            worker.load(loader)
+        daemon.wait(lambda: daemon.booked == 0)
+        assert len(daemon.of("init_unlock")) == 1
+        assert worker.load(Model).weights
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_that_ends_while_the_daemon_takes_it_back(daemon, client, fails):
+    """Without waiting for the daemon: it hears of it when it has taken the worker back."""
+    begun, go = threading.Event(), threading.Event()
+
+    def register(params):
+        begun.set()
+        assert go.wait(5)
+        return daemon.do_register(params)
+
+    def loader():
+        daemon.stop()
+        daemon.leases.clear()
+        daemon.handlers["register"] = register
+        daemon.start()
+        assert begun.wait(5)
+        if fails:
+            raise ValueError
+        return Model()
+
+    client.on_unavailable = "allow"
+    with client.worker("llama", quota="64MiB") as worker:
+        if fails:
+            with pytest.raises(ValueError):  # noqa: PT011
+                worker.load(loader)
+        else:
+            model = worker.load(loader)
+            assert model.weights
+        go.set()
+        daemon.wait(lambda: len(daemon.of("register")) == 2)
+        assert daemon.of("register")[1]["loading"] == 64 * MIB
+        daemon.wait(lambda: len(daemon.of("init_unlock")) == 1)
+        daemon.wait(lambda: daemon.booked == worker.held_bytes)
+        assert (worker.held_bytes > 0) is not fails
+
+
+def test_a_daemon_that_dies_before_the_load_begins_ends_it(daemon, client):
+    def init_lock(_):
+        daemon.cut()
+        daemon.restart_ids()
+        return daemon.do_init_lock({})
+
+    with client.worker("llama", quota="64MiB") as worker:
+        daemon.handlers["init_lock"] = init_lock
+        with pytest.raises(DaemonUnavailable):
+            worker.load(lambda: pytest.fail("nothing may be loaded"))
 
 
 def test_a_connection_that_is_lost_during_a_load_leaves_its_booking(daemon, client):

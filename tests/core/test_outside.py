@@ -117,7 +117,7 @@ def test_a_launcher_whose_child_ends_while_it_waits_is_told(drive: Drive) -> Non
 
 
 def test_who_may_not_be_registered_by_another(drive: Drive) -> None:
-    for more in ({"held": MB}, {"guard": True}):
+    for more in ({"held": MB}, {"loading": MB}, {"guard": True}):
         error = drive.refused(
             7, "register", model="b", quota=MB, process=70, outsider=CHILD, **more
         )

@@ -140,9 +140,23 @@ def test_workers_and_leases_of_others_are_out_of_reach(drive: Drive) -> None:
     assert isinstance(drive.refused(7, "release", lease=lease.id, token=lease.token + 1), Fenced)
     assert isinstance(drive.refused(7, "release", lease=99, token=99), LeaseNotFound)
     assert isinstance(drive.refused(7, "unregister", worker=99), LeaseNotFound)
-    assert isinstance(
-        drive.refused(7, "commit", lease=lease.id, token=lease.token, measured=MB), InvalidParams
-    )
+    assert isinstance(drive.refused(7, "commit", lease=lease.id, token=9, measured=MB), Fenced)
+
+
+def test_a_commit_whose_answer_was_lost_is_said_again(drive: Drive) -> None:
+    worker = drive.loaded(7, "llama", 100 * MB)
+    lease = drive.engine.state.ledger.of_worker(worker)[0]
+    before = drive.call(7, "status")
+    again = drive.call(7, "commit", lease=lease.id, token=lease.token, measured=MB)
+    assert again == {"bytes": 100 * MB}
+    assert drive.call(7, "status") == before
+
+
+def test_only_a_load_is_committed(drive: Drive) -> None:
+    worker = drive.loaded(7, "llama", 100 * MB)
+    burst = drive.call(7, "admit", worker=worker, bytes=MB)
+    burst = {"lease": burst["lease"], "token": burst["token"]}
+    assert isinstance(drive.refused(7, "commit", measured=MB, **burst), InvalidParams)
 
 
 def test_an_unknown_peer_may_only_read(drive: Drive) -> None:

@@ -5,9 +5,18 @@ from typing import Any
 import pytest
 
 from tests.core.drive import Drive
-from tests.core.fakes import MB, engine, identity, process
+from tests.core.fakes import MB, engine, identity, process, settings
+from umad.core.access import Access
 from umad.core.actions import Action, OpenAccount, SetLimit, Unwatch, Watch
-from umad.errors import Fenced, QuotaDenied, Recovering, WorkerRevoked
+from umad.core.engine import Engine
+from umad.errors import (
+    Fenced,
+    InvalidParams,
+    MemoryUnknown,
+    QuotaDenied,
+    Recovering,
+    WorkerRevoked,
+)
 from umad.values import PageFigures
 from umad.wire.messages import check_params
 
@@ -208,6 +217,77 @@ def test_what_a_forward_gives_back_is_not_handed_out_again_in_recovery(drive: Dr
     assert drive.call(7, "admit", **again)["bytes"] == 200 * MB
 
 
+LOADING: dict[str, Any] = {
+    "model": "a", "quota": 500 * MB, "peak": 600 * MB, "loading": 600 * MB, "baseline": 50 * MB
+}  # fmt: skip
+
+
+def test_a_load_under_way_goes_on_within_its_limit_and_alone(drive: Drive) -> None:
+    find(drive, {0: 600 * MB}, used=300 * MB, held=350 * MB)
+    drive.connect(7)
+    back = drive.call(7, "register", guard=True, account=0, **LOADING)
+    [opened] = of(drive.last, OpenAccount)
+    assert (opened.account, opened.limit, opened.again) == (0, 600 * MB, True)
+    assert drive.booked() == 600 * MB
+    after_recovery(drive, 350 * MB)
+    other = drive.call(9, "reserve", worker=1, bytes=100 * MB)
+    drive.ask(9, "init_lock", worker=1, wait_s=10.0)
+    assert drive.engine.state.mutex.holder is not None
+    assert drive.engine.state.mutex.holder.worker == back["worker"]
+    ticket = {"lease": back["lease"], "token": back["token"]}
+    assert drive.call(7, "commit", measured=480 * MB, **ticket) == {"bytes": 500 * MB}
+    unlock = {"worker": back["worker"], "token": back["init_token"]}
+    assert drive.call(7, "init_unlock", **unlock) == {}
+    assert drive.engine.state.mutex.holder.worker == 1
+    assert drive.booked() == 600 * MB
+    assert other["bytes"] == 100 * MB
+
+
+def test_a_load_that_never_ends_expires_after_a_restart_too(drive: Drive) -> None:
+    drive.connect(7)
+    drive.call(7, "register", **LOADING)
+    drive.now_s += drive.engine.state.settings.leases.load_timeout
+    drive.look({7: 0, 9: 0})
+    assert "lease_expired" in drive.events()
+    drive.look({7: 0, 9: 0})
+    assert drive.booked() == 0
+
+
+def test_the_mutex_has_one_holder_after_a_restart(drive: Drive) -> None:
+    for pid in (7, 8):
+        drive.connect(pid)
+    first = drive.call(7, "register", **LOADING)
+    second = drive.call(8, "register", **{**LOADING, "model": "b"})
+    assert "init_token" in first
+    assert "init_token" not in second
+
+
+def test_a_load_has_the_mutex_again_after_a_cut(drive: Drive) -> None:
+    drive.now_s = 3.0
+    drive.look({7: 0, 9: 0})
+    drive.connect(7)
+    mine = {key: LOADING[key] for key in ("model", "quota", "peak")}
+    worker = drive.call(7, "register", **mine)["worker"]
+    drive.call(7, "reserve", worker=worker)
+    old = drive.call(7, "init_lock", worker=worker)
+    drive.engine.disconnected(7, drive.now_s)
+    drive.connect(7)
+    back = drive.call(7, "register", **LOADING)
+    assert back["worker"] == worker
+    assert "lease" not in back  # the one it has counts
+    assert isinstance(drive.refused(7, "init_unlock", worker=worker, token=old["token"]), Fenced)
+    assert drive.call(7, "init_unlock", worker=worker, token=back["init_token"]) == {}
+
+
+@pytest.mark.parametrize("wrong", [{"loading": 601 * MB}, {"held": MB}])
+def test_a_load_that_could_not_have_been_granted_is_refused(
+    drive: Drive, wrong: dict[str, int]
+) -> None:
+    drive.connect(7)
+    assert isinstance(drive.refused(7, "register", **{**LOADING, **wrong}), InvalidParams)
+    assert drive.booked() == 0
+
+
 def comes_back(drive: Drive, reading: int | None, **params: Any) -> None:
     """A worker of 7 registers; its process holds so many bytes, or nobody can read how many."""
     checked = check_params("register", {"quota": 1000 * MB, **params})
@@ -228,3 +308,18 @@ def test_a_process_that_cannot_be_read_is_believed_what_it_held_before(drive: Dr
     drive.connect(7)
     comes_back(drive, None, model="warm", held=900 * MB, baseline=100 * MB)
     assert drive.engine.state.processes[identity(7)].baseline == 100 * MB
+
+
+def test_what_a_load_has_taken_is_not_what_its_process_held_before(drive: Drive) -> None:
+    drive.connect(7)
+    comes_back(drive, 350 * MB, **LOADING)
+    assert drive.engine.state.processes[identity(7)].baseline == 50 * MB
+
+
+@pytest.mark.parametrize("what", ["held", "loading"])
+def test_nobody_is_taken_back_before_memory_was_read(what: str) -> None:
+    made = Engine(settings(), Access(990, 50, 60), generation=2, recovering_until_s=2.5)
+    drive = Drive(made)
+    drive.connect(7)
+    mine = {"model": "a", "quota": MB, what: MB}
+    assert isinstance(drive.refused(7, "register", **mine), MemoryUnknown)

@@ -116,6 +116,27 @@ def test_c07_a_load_is_held_to_its_peak_and_loads_go_one_by_one(
         assert denied["details"]["free_bytes"] == (2048 - 600) * MIB
 
 
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_load_goes_on_though_the_daemon_dies_in_its_midst(
+    daemon: Daemon, spawn: type[Worker], guard: bool
+) -> None:
+    loads = spawn("load_and_hold", "a", "300MiB", "900MiB", "400", guard=guard)
+    assert loads.hears() == ["touched"]
+    daemon.kill()
+    daemon.start()
+    eventually(lambda: [one["state"] for one in daemon.status()["workers"]] == ["loading"])
+    assert booked(daemon) == 900
+    second = spawn("load_and_hold", "b", "300MiB", "400MiB", "350", guard=guard)
+    eventually(lambda: daemon.status()["init"]["waiting"] == 1)
+    loads.step()  # 280 MiB more, which a guard that knows of no load would refuse
+    assert loads.hears() == ["loaded"]
+    assert second.hears() == ["touched"]
+    assert booked(daemon) == 300 + 400
+    (mine, _) = sorted(daemon.status()["workers"], key=lambda one: str(one["name"]))
+    assert 280 * MIB <= mine["measured"] < 300 * MIB
+    assert not [line for line in daemon.log if line["event"] in ("revoked", "stopped")]
+
+
 def test_c07_a_load_above_its_peak_is_stopped_with_that_reason(
     daemon: Daemon, spawn: type[Worker]
 ) -> None:

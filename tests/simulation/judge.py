@@ -128,7 +128,7 @@ class Judge:
             result["until_s"] = now_s + result["deadline_s"]
         match ask.method:
             case "register":
-                self._registered(pending, result)
+                self._registered(connection, pending, result)
             case "reserve" | "admit":
                 self.wait_max_s = max(self.wait_max_s, now_s - pending.asked_s)
                 self._granted(pending, result)
@@ -148,19 +148,23 @@ class Judge:
             case "init_unlock" | "unregister":
                 self._unlocked(ask.params["worker"])
 
-    def _registered(self, pending: Pending, result: Mapping[str, Any]) -> None:
+    def _registered(self, connection: int, pending: Pending, result: Mapping[str, Any]) -> None:
         program = pending.task.program
         name = self._names[result["worker"]] = pending.ask.params["model"]
-        if pending.ask.params.get("held") is None:  # a new process: nothing is known of the old one
+        params, leases = pending.ask.params, self.world.settings.leases
+        loading = params.get("loading")
+        if "held" not in params and loading is None:  # a new process: nothing is known of the old
             self._evicted = {key: at for key, at in self._evicted.items() if key[0] != name}
+        if "init_token" in result:
+            self._holds(connection, result["worker"], leases.init_timeout)
         if "lease" not in result or result["lease"] in self._leases:
             return
-        quota = pending.ask.params["quota"]
         owner, token = program.body.identity, result["token"]
-        shadow = Shadow(result["worker"], owner, quota, True, None, token)
+        size, until_s = loading or params["quota"], self.world.now_s + leases.load_timeout
+        shadow = Shadow(result["worker"], owner, size, True, until_s if loading else None, token)
         self._leases[result["lease"]] = shadow
-        until_s = self.world.now_s + self.world.settings.leases.burst_ttl
-        bursts = zip(pending.ask.params.get("bursts", ()), result["bursts"], strict=True)
+        until_s = self.world.now_s + leases.burst_ttl
+        bursts = zip(params.get("bursts", ()), result.get("bursts", ()), strict=True)
         for size, again in bursts:  # of a forward at work
             if again is not None:
                 shadow = Shadow(result["worker"], owner, size, False, until_s, again["token"])
@@ -171,11 +175,14 @@ class Judge:
             self._holder = None
 
     def _locked(self, connection: int, worker: int, result: Mapping[str, Any]) -> None:
-        now_s = self.world.now_s
         self._recovering("init_lock")
+        self._holds(connection, worker, result["deadline_s"])
+
+    def _holds(self, connection: int, worker: int, lasts_s: float) -> None:
+        now_s = self.world.now_s
         if self._holder is not None and now_s < self._holder[2]:
             raise Found("two holders", f"{connection} got the mutex that {self._holder} has")
-        self._holder = (connection, worker, now_s + result["deadline_s"])
+        self._holder = (connection, worker, now_s + lasts_s)
 
     def _granted(self, pending: Pending, result: Mapping[str, Any]) -> None:
         self.grants += 1

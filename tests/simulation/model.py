@@ -68,6 +68,7 @@ class Model:
         self.generation = 0  # of the daemon that knows it
         self.slot: int | None = None
         self.lease: dict[str, Any] = {}  # lease and token of the load
+        self.lock: dict[str, Any] = {}  # token of the load mutex, and until when
         self.stale: list[tuple[int, dict[str, Any]]] = []  # leases of former daemons
         self.state = "cold"
         self.draining = self.revoked = self.kept = False
@@ -155,7 +156,7 @@ class Model:
         answer = yield Ask("reserve", {"worker": self.worker, "wait_s": round(wait_s, 3)})
         self.lease = {"lease": answer["lease"], "token": answer["token"]}
         self.state = "loading"
-        lock = yield Ask("init_lock", {"worker": self.worker, "wait_s": 120.0})
+        self.lock = yield Ask("init_lock", {"worker": self.worker, "wait_s": 120.0})
         self.block.move(self.peak, self.world.now_s, self.peak / FILL)
         yield self.peak / FILL
         self.block.move(self.size, self.world.now_s, 0.1)
@@ -163,6 +164,11 @@ class Model:
         self._check()
         yield Ask("commit", {**self.lease, "measured": self.size})
         self.state = "ready"
+        if self.lock:  # after a cut somebody else may have it
+            yield from self._unlock(self.lock)
+        self._lie()
+
+    def _unlock(self, lock: Mapping[str, Any]) -> Steps:
         late = self.world.now_s > lock["until_s"]
         unlock = {"worker": self.worker, "token": lock["token"]}
         try:
@@ -170,7 +176,6 @@ class Model:
         except (Lost, UmadError):
             if not late and self.program.connection is not None and not self.revoked:
                 raise
-        self._lie()
 
     def _check(self) -> None:
         if self.revoked or self.worker is None or not self.lease:

@@ -162,21 +162,31 @@ class Program:
                     return
                 yield max(0.1, error.retry_after_s or 1.0)
                 continue
-            model.worker, model.slot = answer["worker"], answer.get("account")
-            loaded = "held" in params
-            if answer["generation"] != model.generation and not loaded:
-                model.lease = {}  # of a load under way the new daemon knows nothing
-            model.generation = answer["generation"]
-            if "bursts" in params:
-                model.burst_lease = answer["bursts"][0] or {}
-            if "lease" in answer:
-                model.lease = {"lease": answer["lease"], "token": answer["token"]}
-            elif loaded:
-                model.draining = True  # its booking is gone: so must the model be
-                model.lease = {}
-            if model.task is not None:
-                self.world.wake(model.task)
+            self._registered(model, params, answer)
             return
+
+    def _registered(
+        self, model: Model, params: Mapping[str, Any], answer: Mapping[str, Any]
+    ) -> None:
+        model.worker, model.slot = answer["worker"], answer.get("account")
+        loaded = "held" in params
+        if answer["generation"] != model.generation and not loaded:
+            model.lease = {}  # of one that has not begun to load the new daemon knows nothing
+        model.generation = answer["generation"]
+        if "bursts" in params:
+            model.burst_lease = answer["bursts"][0] or {}
+        if "lease" in answer:
+            model.lease = {"lease": answer["lease"], "token": answer["token"]}
+        elif loaded:
+            model.draining = True  # its booking is gone: so must the model be
+            model.lease = {}
+        if "loading" in params:
+            model.lock = {}
+            if "init_token" in answer:
+                until_s = self.world.now_s + self.world.settings.leases.init_timeout
+                model.lock = {"token": answer["init_token"], "until_s": until_s}
+        if model.task is not None:
+            self.world.wake(model.task)
 
     def _registration(self, model: Model) -> dict[str, Any]:
         params: dict[str, Any] = {
@@ -192,6 +202,8 @@ class Program:
             params |= {"held": model.size, "baseline": self.body.baseline}
             if model.lent and model.generation != self.world.generation:
                 params["bursts"] = [model.lent]
+        if model.state == "loading":
+            params |= {"loading": model.peak, "baseline": self.body.baseline}
         if self.guarded and model.slot is not None:
             params["account"] = model.slot
         return params

@@ -212,7 +212,7 @@ class Client:
             {name: callback for name, callback in callbacks.items() if callback is not None},
         )
         try:
-            worker.bind(self.current_link())
+            worker.bond.bind(self.current_link())
         except DaemonUnavailable:
             if self.on_unavailable == "deny":
                 raise
@@ -313,8 +313,8 @@ class Client:
         with self._lock:
             self._workers.discard(worker)
 
-    def end(self, hold: Hold, *, leaked: bool) -> None:
-        """Release a lease, now or, without a connection, as soon as there is one."""
+    def end(self, hold: Hold, *, leaked: bool, method: str = "release") -> None:
+        """End a lease, now or, without a connection, as soon as there is one."""
         with self._lock:
             link, lease, token = self._link, hold.lease, hold.token
             if hold.mailbox is not self._mailbox or lease is None:
@@ -324,7 +324,7 @@ class Client:
         try:
             if link is None:
                 raise DaemonUnavailable("not connected")
-            self.call_on(link, "release", {"lease": lease, "token": token, "leaked": leaked})
+            self.call_on(link, method, {"lease": lease, "token": token, "leaked": leaked})
         except DaemonUnavailable:
             self._mailbox.put(Ended(hold, leaked))
         except _GONE as error:  # it had ended before; that is all that was wanted
@@ -411,11 +411,11 @@ class Client:
     def _bind_workers(self, link: Link) -> bool:
         """Register those that this connection does not know; False: try again later."""
         with self._lock:
-            unbound = [worker for worker in self._workers if not worker.is_bound_to(link)]
+            unbound = [worker for worker in self._workers if not worker.bond.is_bound_to(link)]
         done = True
         for worker in unbound:
             try:
-                worker.bind(link)
+                worker.bond.bind(link)
             except DaemonUnavailable:
                 return True  # the loss wakes us anyhow
             except WorkerRevoked as error:  # before the daemon restarted: it is not to come back
@@ -431,7 +431,7 @@ class Client:
             with self._lock:
                 gone = worker not in self._workers
             if gone:  # closed meanwhile
-                worker.unregister()
+                worker.bond.unregister()
         return done
 
     def _work_off(self) -> None:
@@ -455,7 +455,7 @@ class Client:
                 *(
                     worker.callbacks.get(note.method)
                     for worker in self._workers
-                    if worker.is_bound_to(link, note.params.get("worker"))
+                    if worker.bond.is_bound_to(link, note.params.get("worker"))
                 ),
             ]
         for callback in callbacks:
@@ -479,7 +479,7 @@ class Client:
         if note.method == "revoke":  # at once; the callbacks can wait for the listener
             with self._lock:
                 for worker in self._workers:
-                    if worker.is_bound_to(link, note.params.get("worker")):
+                    if worker.bond.is_bound_to(link, note.params.get("worker")):
                         worker.revoke(note.params)
         self._mailbox.put((link, note))
 
@@ -503,7 +503,7 @@ class Client:
             self._link.abandon()
             self._link = None
         for worker in self._workers:
-            worker.abandon()
+            worker.bond.abandon()
         self._workers.clear()
 
 

@@ -135,6 +135,6 @@ class Forward:
             "seconds": seconds,
         }
         if burst is None:
-            self._worker.report("forward_done", report)
+            self._worker.bond.report("forward_done", report)
         else:
             self._worker.finish(burst, report)

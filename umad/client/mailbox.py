@@ -72,6 +72,17 @@ class Hold:
     bytes: int
     ended: bool = False
 
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """What names it in calls."""
+        return {"lease": self.lease, "token": self.token}
+
+    def take(self, generation: int, answer: Mapping[str, Any] | None) -> None:
+        """It is the lease in this answer now; in one without a lease nobody has booked it."""
+        lease = None if answer is None else answer.get("lease")
+        self.generation, self.lease = generation, lease
+        self.token = 0 if answer is None or lease is None else answer["token"]
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:

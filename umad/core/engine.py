@@ -28,6 +28,7 @@ from umad.core import (
     pressure,
     report,
     requests,
+    returning,
     room,
     switching,
 )
@@ -187,7 +188,7 @@ class Engine:
         now_s: float,
     ) -> list[Action]:
         """A live process's account page from before a restart of the daemon has turned up."""
-        actions = membership.found(self.state, identity, comm, uid, page, process, now_s)
+        actions = returning.found(self.state, identity, comm, uid, page, process, now_s)
         return self._record(actions, now_s)
 
     def running(
@@ -425,7 +426,7 @@ class Engine:
         yield from self._find_leaks(now_s)
         for process in state.processes.values():
             if process.unclaimed and process.unclaimed_until_s <= now_s:
-                yield from membership.abandon(process)
+                yield from returning.abandon(process)
         holder = state.mutex.holder
         if holder is not None and holder.deadline_s <= now_s:
             state.mutex.take_away(holder.worker)

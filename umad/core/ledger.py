@@ -169,17 +169,20 @@ class Ledger:
         return self._book(worker, kind, LeaseState.RESERVED, parts, deadline_s)
 
     def restore(
-        self, worker: int, pool: str, size: int, burst_until_s: float | None = None
+        self,
+        worker: int,
+        pool: str,
+        size: int,
+        until_s: float | None = None,
+        kind: LeaseKind = LeaseKind.LOAD,
     ) -> Lease:
         """Book bytes that already exist physically, whatever the budget says.
 
         For workers that come back after a restart of the daemon: their memory is a fact, that of
-        a model or of a forward that is at work until ``burst_until_s``.
+        a model, or of a load or a forward that is at work until ``until_s``.
         """
-        kind, state = LeaseKind.LOAD, LeaseState.COMMITTED
-        if burst_until_s is not None:
-            kind, state = LeaseKind.BURST, LeaseState.RESERVED
-        return self._book(worker, kind, state, ((pool, size),), burst_until_s)
+        state = LeaseState.COMMITTED if until_s is None else LeaseState.RESERVED
+        return self._book(worker, kind, state, ((pool, size),), until_s)
 
     def commit(self, lease: Lease, size: int) -> Lease:
         """Shrink a reserved lease to ``size`` bytes and end its deadline."""

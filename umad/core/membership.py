@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from umad.core import grants
-from umad.core.actions import Action, Event, OpenAccount, Reply, SetLimit, Watch
+from umad.core.actions import Action, Event, OpenAccount, Reply, Watch
 from umad.core.state import (
     ACCOUNTS_MAX,
     OUTSIDE_PER_USER_MAX,
@@ -38,15 +38,14 @@ from umad.values import (
     LeaseKind,
     LeaseState,
     Outsider,
-    PageFigures,
     ProcessReading,
     Worker,
 )
 
 Params = Mapping[str, Any]
 
-# A client comes back within a second; only a call that keeps the interpreter lock delays it.
-UNCLAIMED_MAX_S = 60.0
+# What a worker says that had memory before a restart of the daemon; one that is new says neither.
+_PHYSICAL = frozenset({"held", "loading"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,7 @@ def register(state: State, call: Call) -> Iterator[Action]:
     if len(client.workers) >= WORKERS_PER_CONNECTION_MAX:
         raise Overloaded(f"one connection may register {WORKERS_PER_CONNECTION_MAX} workers")
     check_fits(state, pool, peak)
-    if "held" in params and not state.ledger.pools:
-        raise MemoryUnknown("memory has not been read yet; register again", retry_after_s=0.5)
+    _check_physical(state, params, peak)
     identity = client.peer.identity if call.outsider is None else call.outsider.identity
     process = state.processes.get(identity)
     old = _fenced(state, process, params.get("account")) or find(state, params["model"], instance)
@@ -133,6 +131,8 @@ def register(state: State, call: Call) -> Iterator[Action]:
         member.state, member.measured, member.ready_s = "ready", held, call.now_s
         answer |= {"lease": lease.id, "token": lease.token}
         answer["bursts"] = [_burst(state, call, worker, size) for size in params.get("bursts", ())]
+    elif "loading" in params:
+        answer |= _load_again(state, call, member) | _mutex_again(state, call, member)
     if worker.account is None:
         yield call.reply(answer)
     else:
@@ -140,7 +140,45 @@ def register(state: State, call: Call) -> Iterator[Action]:
         again = worker.account == params.get("account")
         yield OpenAccount(identity, worker.account, member.limit_told, again)
         yield replace(call.reply(answer | {"account": worker.account}), page=identity)
-    yield event("registered", member, quota_bytes=quota, peak_bytes=peak, held_bytes=held)
+    yield event(
+        "registered",
+        member,
+        quota_bytes=quota,
+        peak_bytes=peak,
+        held_bytes=held,
+        loading_bytes=params.get("loading"),
+    )
+
+
+def _check_physical(state: State, params: Params, peak: int) -> None:
+    """What a worker says it has from before a restart must be possible, and the machine known."""
+    if _PHYSICAL.isdisjoint(params):
+        return
+    if params.keys() >= _PHYSICAL or params.get("loading", 0) > peak:
+        raise InvalidParams(
+            "register: a worker has a model (held), or loads one within its peak of "
+            f"{format_bytes(peak)} (loading), not both"
+        )
+    if not state.ledger.pools:
+        raise MemoryUnknown("memory has not been read yet; register again", retry_after_s=0.5)
+
+
+def _load_again(state: State, call: Call, member: Member) -> dict[str, int]:
+    """Book a load that is under way since before a restart.
+
+    It was granted, and a part of it is there: its guard must not refuse it the rest.
+    """
+    worker, until_s = member.worker, call.now_s + state.settings.leases.load_timeout
+    lease = state.ledger.restore(worker.id, worker.pool, call.params["loading"], until_s)
+    member.state, member.granted_s = "loading", call.now_s
+    return {"lease": lease.id, "token": lease.token}
+
+
+def _mutex_again(state: State, call: Call, member: Member) -> dict[str, int]:
+    """The init mutex for who had it when the connection was lost, unless somebody has it now."""
+    until_s = call.now_s + state.settings.leases.init_timeout
+    holder = state.mutex.take(member.worker.id, until_s)
+    return {} if holder is None else {"init_token": holder.token}
 
 
 def _burst(state: State, call: Call, worker: Worker, size: int) -> dict[str, int] | None:
@@ -153,7 +191,7 @@ def _burst(state: State, call: Call, worker: Worker, size: int) -> dict[str, int
     if state.ledger.holding(worker.id).active + size > state.ledger.pools[worker.pool].budget:
         return None
     until_s = call.now_s + state.settings.leases.burst_ttl
-    lease = state.ledger.restore(worker.id, worker.pool, size, until_s)
+    lease = state.ledger.restore(worker.id, worker.pool, size, until_s, LeaseKind.BURST)
     return {"lease": lease.id, "token": lease.token}
 
 
@@ -196,8 +234,9 @@ def _check_crowd(state: State, call: Call, process: Process | None) -> None:
 
 def _check_outside(call: Call, process: Process | None) -> None:
     """A program that is registered by another has one worker, and no books of its own."""
-    if call.outsider is not None and (call.params["guard"] or "held" in call.params):
-        raise InvalidParams("another process is registered without 'held' and 'guard'")
+    own = call.params["guard"] or not _PHYSICAL.isdisjoint(call.params)
+    if call.outsider is not None and own:
+        raise InvalidParams("another process is registered without held, loading and guard")
     if process is not None and (call.outsider is not None or process.outside):
         pid = process.identity.pid
         raise NameTaken(f"process {pid} has a worker already, by another's word")
@@ -215,61 +254,12 @@ def _entered(state: State, call: Call, process: Process | None) -> Generator[Act
         yield Watch(process.identity)
     elif not process.members:  # its page was found before it came back
         process.baseline = _baseline(call)
-    elif "held" in call.params:  # one without a model came first, and this one's bytes looked old
+    elif not _PHYSICAL.isdisjoint(
+        call.params
+    ):  # one without a model came first, and this one's bytes looked old
         said = _baseline(call)
         process.baseline = min(process.baseline or said, said)  # 0: it could not be read
     return process
-
-
-def found(
-    state: State,
-    identity: Identity,
-    comm: str,
-    uid: int | None,
-    page: PageFigures,
-    reading: ProcessReading,
-    now_s: float,
-) -> Iterator[Action]:
-    """Take over a process's accounts from before a restart, whose workers are not back yet.
-
-    What an open account may hold stays kept free for its worker: the guard goes on handing it
-    out.  A closed one stays closed, and its slot its own.
-    """
-    if identity in state.processes:
-        return  # its workers came first, and their books are what counts
-    held = reading.bytes.value
-    baseline = 0 if held is None else max(0, held - page.used)  # until its workers tell better
-    process = Process(identity, comm, uid, baseline, accounts=set(page.fenced), fenced=page.fenced)
-    process.unclaimed = {slot: limit for slot, limit in page.limits.items() if limit}
-    process.unclaimed_until_s = now_s + UNCLAIMED_MAX_S
-    state.processes[identity] = process
-    yield Watch(identity)
-    yield Event(
-        "page_found",
-        "info",
-        {
-            "pid": identity.pid,
-            "accounts": len(process.unclaimed),
-            "fenced": len(process.fenced),
-            "limit_bytes": sum(process.unclaimed.values()),
-        },
-    )
-
-
-def abandon(process: Process) -> Iterator[Action]:
-    """Nobody came for these accounts: they get nothing more, and what they held back is free.
-
-    1. the process is back without them for as long as former workers are waited for, or
-    2. the process has not come back at all within ``UNCLAIMED_MAX_S``.
-    What they still hold is physically there, and so is nobody's to be granted.
-    """
-    freed = sum(process.unclaimed.values())
-    for slot in process.unclaimed:
-        yield SetLimit(process.identity, slot, 0)
-    process.unclaimed.clear()
-    yield Event(
-        "accounts_abandoned", "warning", {"pid": process.identity.pid, "limit_bytes": freed}
-    )
 
 
 def new_worker(state: State, params: Params, identity: Identity, peak: int) -> Worker:
@@ -441,6 +431,8 @@ def _rejoin(state: State, call: Call, member: Member) -> Iterator[Action]:
     ]
     if held:
         answer |= {"lease": held[0].id, "token": held[0].token}
+    if "loading" in call.params and member.state == "loading":
+        answer |= _mutex_again(state, call, member)
     yield call.reply(answer)
     yield event("rejoined", member)
 
@@ -468,9 +460,10 @@ def _baseline(call: Call) -> int:
     now = call.process.bytes.value if call.process is not None else None
     if now is None:
         return int(call.params.get("baseline", 0))
-    if "held" in call.params:
-        return min(now, int(call.params.get("baseline", max(0, now - call.params["held"]))))
-    return now
+    if _PHYSICAL.isdisjoint(call.params):
+        return now
+    said = call.params.get("baseline", max(0, now - call.params.get("held", 0)))
+    return min(now, int(said))
 
 
 def find(state: State, model: str, instance: int) -> Member | None:

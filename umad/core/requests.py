@@ -83,8 +83,11 @@ def commit(state: State, call: Call) -> Iterator[Action]:
     """A load is done: shrink the peak to the steady quota."""
     lease = _lease(state, call)
     member = state.members[lease.worker]
-    if lease.kind is not LeaseKind.LOAD or lease.state is not LeaseState.RESERVED:
-        raise InvalidParams("this lease is not a load under way")
+    if lease.kind is not LeaseKind.LOAD:
+        raise InvalidParams("this lease is not a load's")
+    if lease.state is LeaseState.COMMITTED:  # said once more, since the answer was lost
+        yield call.reply({"bytes": lease.bytes})
+        return
     quota, measured = member.worker.quota, call.params["measured"]
     if measured > quota:
         raise QuotaExceeded(

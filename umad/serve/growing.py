@@ -280,6 +280,6 @@ class Growing(Turns):
             "exact": exact,
             "seconds": seconds,
         }
-        self._worker.report("forward_done", report)
+        self._worker.bond.report("forward_done", report)
         sample = Sample(turn.tokens, turn.rows, peak, turn.predicted, exact=exact)
         self._loaded.observe(sample)

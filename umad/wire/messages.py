@@ -239,6 +239,7 @@ METHODS: Final[Mapping[str, Method]] = {
         pin=_optional(FLAG, False),
         thread=_optional(COUNT, 0),
         held=_optional(BYTES),
+        loading=_optional(SIZE),
         baseline=_optional(BYTES),
         bursts=_optional(SIZES),
         guard=_optional(FLAG, False),
