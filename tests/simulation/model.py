@@ -69,7 +69,8 @@ class Model:
         self.slot: int | None = None
         self.lease: dict[str, Any] = {}  # lease and token of the load
         self.lock: dict[str, Any] = {}  # token of the load mutex, and until when
-        self.stale: list[tuple[int, dict[str, Any]]] = []  # leases of former daemons
+        self.stale: list[dict[str, Any]] = []  # leases of another time
+        self.owed: tuple[int, dict[str, Any]] = (0, {})  # to be given back, by a generation
         self.state = "cold"
         self.draining = self.revoked = self.kept = False
         self.burst = self._burst = 0  # of the forward at work, and of the one before
@@ -186,13 +187,23 @@ class Model:
         self.state = "unloading"
         self.block.move(0, self.world.now_s, 0.2)
         yield 0.25
-        if self.lease and self.worker is not None and not self.revoked:
-            yield from anyway("void", self.lease)
+        if not self.revoked:
+            self.owed = (self.generation, self.lease)
+            yield from self.pay()
         self.lease = {}
         self.state = "cold"
         wait_s = error.retry_after_s if isinstance(error, UmadError) else None
         if epoch == self.program.epoch:
             yield max(0.2, wait_s or 1.0) * self.random.uniform(0.9, 1.5)
+
+    def pay(self) -> Steps:
+        """Give back the lease of a load that failed, as soon as there is a connection."""
+        generation, lease = self.owed
+        if self.worker is None:
+            return
+        self.owed = (0, {})
+        if lease and generation == self.generation:
+            yield from anyway("void", lease)
 
     def _serve(self) -> Steps:
         while not (self.draining or self.revoked):

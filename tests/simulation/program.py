@@ -124,7 +124,7 @@ class Program:
         for model in self.models:
             model.worker = None
             if model.lease:
-                model.stale = [(self.epoch, model.lease), *model.stale[:3]]
+                model.stale = [model.lease, *model.stale[:3]]
         if self.alive:
             self.world.spawn(self, self._link())
 
@@ -139,8 +139,8 @@ class Program:
             yield from self._register(model, epoch)
         if self.liar == "stale":
             for model in self.models:
-                for _, lease in model.stale:
-                    if lease != model.lease:
+                for lease in model.stale:
+                    if lease not in (model.lease, model.owed[1]):
                         yield from anyway("release", lease, refused=True)
 
     def register_again(self, model: Model) -> None:
@@ -163,6 +163,7 @@ class Program:
                 yield max(0.1, error.retry_after_s or 1.0)
                 continue
             self._registered(model, params, answer)
+            yield from model.pay()
             return
 
     def _registered(

@@ -16,8 +16,11 @@ class Found(Exception):
     """A rule was broken: ``rule`` names it."""
 
     def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f"{rule}: {text}")
+        super().__init__(rule, text)  # both, so that it can cross from one process to another
         self.rule, self.text = rule, text
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
