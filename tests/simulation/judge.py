@@ -63,7 +63,7 @@ class Judge:
         self.wait_max_s = 0.0
         self.recovering_until_s = 0.0
         self._leases: dict[int, Shadow] = {}
-        self._ended: set[int] = set()  # tokens of leases that are no more
+        self._ended: set[tuple[int, int]] = set()  # leases that are no more, and their tokens
         self._holder: tuple[int, int, float] | None = None  # connection, worker, until
         self._held: dict[Identity, int] = {}  # bytes at the last look
         self._tenants = self._room = 0
@@ -124,7 +124,7 @@ class Judge:
         if ask.refused:
             twice = self._leases.get(ask.params.get("lease", -1))
             ended = twice is not None and twice.released
-            ended = ended or ask.params["token"] in self._ended
+            ended = ended or (ask.params.get("lease"), ask.params["token"]) in self._ended
             rule = "double release" if ended else "fenced write"
             raise Found(rule, f"{ask.method} {dict(ask.params)} was answered {result}")
         if "deadline_s" in result:
@@ -389,7 +389,7 @@ class Judge:
         for key, shadow in list(self._leases.items()):
             if shadow.released:
                 del self._leases[key]
-                self._ended.add(shadow.token)
+                self._ended.add((key, shadow.token))
             elif key not in live:
                 rule = "fenced write" if shadow.stale else "books"
                 raise Found(rule, f"lease {key}, {shadow}, is gone without a cause")
