@@ -12,6 +12,7 @@ from umad.client.memory import process_bytes
 from umad.errors import (
     DaemonUnavailable,
     InvalidParams,
+    LeaseNotFound,
     QuotaDenied,
     QuotaExceeded,
     Recovering,
@@ -517,6 +518,46 @@ def test_progress_is_reported_and_checked(daemon, client):
 
 
 @pytest.mark.slow
+def test_a_long_forward_asks_for_more_time_when_half_has_passed(daemon, client):
+    lasts_s = [60.0]
+
+    def admit(params):
+        return {**daemon.grant(params["bytes"]), "deadline_s": lasts_s[0]}
+
+    daemon.handlers["admit"] = admit
+    daemon.handlers["extend"] = lambda _: {"deadline_s": 60.0}
+    with client.worker("llama", quota="64MiB") as worker:
+        with worker.forward(MIB) as forward:
+            forward.extend()
+        assert daemon.of("extend") == []
+        lasts_s[0] = 0.0
+        with worker.forward(MIB) as forward:
+            forward.extend()
+            forward.extend()  # it has a minute now
+        assert len(daemon.of("extend")) == 1
+        with worker.forward() as forward:  # within the quota: nothing was lent
+            forward.extend()
+        assert len(daemon.of("extend")) == 1
+
+
+def test_a_burst_that_cannot_be_extended_goes_on(daemon, client, caplog):
+    def extend(_):
+        raise LeaseNotFound("it has expired")
+
+    daemon.handlers["admit"] = lambda params: {**daemon.grant(params["bytes"]), "deadline_s": 0}
+    daemon.handlers["extend"] = extend
+    with client.worker("llama", quota="64MiB") as worker:
+        burst = worker.admit(MIB)
+        burst.extend()
+        burst.extend()
+        assert len(daemon.of("extend")) == 1, "it is not asked for again"
+        assert "was not extended: it has expired" in caplog.text
+        other = worker.admit(MIB)
+        daemon.stop()
+        other.extend()  # a daemon that comes back books it anew
+        other.release()
+
+
 def test_a_thousand_dropped_bursts_are_released_and_counted(daemon, client):
     with client.worker("llama", quota="64MiB") as worker:
         for _ in range(1000):

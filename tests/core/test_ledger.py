@@ -43,6 +43,13 @@ def test_parts_are_booked_together_or_not_at_all() -> None:
     assert granted(reserve(books, 1, 300, 300, 300)).bytes == 900
 
 
+def test_what_has_no_deadline_is_not_extended() -> None:
+    books = Ledger()
+    books.set_pool(Pool("system", 100))
+    with pytest.raises(InvariantBroken, match="no deadline"):
+        books.extend(books.restore(1, "system", 10), 5.0)
+
+
 def test_commit_shrinks_and_ends_the_deadline() -> None:
     books = ledger()
     lease = granted(reserve(books, 1, 400, 400))

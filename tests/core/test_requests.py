@@ -159,6 +159,32 @@ def test_only_a_load_is_committed(drive: Drive) -> None:
     assert isinstance(drive.refused(7, "commit", measured=MB, **burst), InvalidParams)
 
 
+def test_a_burst_lasts_as_long_as_its_forward_says_that_it_goes_on(drive: Drive) -> None:
+    worker = drive.loaded(7, "llama", 100 * MB)
+    burst = drive.call(7, "admit", worker=worker, bytes=MB)
+    burst = {"lease": burst["lease"], "token": burst["token"]}
+    ttl_s = drive.engine.state.settings.leases.burst_ttl
+    drive.pass_time(ttl_s - 1)
+    assert drive.call(7, "extend", **burst) == {"deadline_s": ttl_s}
+    drive.pass_time(ttl_s - 1)
+    assert drive.events() == []
+    drive.pass_time(1)
+    assert drive.events() == ["lease_expired"]
+    assert isinstance(drive.refused(7, "extend", **burst), LeaseNotFound)
+
+
+def test_only_its_owner_extends_a_burst_and_nobody_a_load(drive: Drive) -> None:
+    worker = drive.loaded(7, "llama", 100 * MB)
+    burst = drive.call(7, "admit", worker=worker, bytes=MB)
+    drive.connect(8)
+    stale = {"lease": burst["lease"], "token": burst["token"] + 1}
+    assert isinstance(drive.refused(7, "extend", **stale), Fenced)
+    mine = {"lease": burst["lease"], "token": burst["token"]}
+    assert isinstance(drive.refused(8, "extend", **mine), AccessDenied)
+    load = drive.engine.state.ledger.of_worker(worker)[0]
+    assert isinstance(drive.refused(7, "extend", lease=load.id, token=load.token), InvalidParams)
+
+
 def test_an_unknown_peer_may_only_read(drive: Drive) -> None:
     drive.connect(9, uid=1234)
     drive.call(9, "status")

@@ -7,6 +7,7 @@ it (see ``link``).
 """
 
 import logging
+import math
 import os
 import random
 import select
@@ -28,6 +29,7 @@ from umad.errors import (
     Fenced,
     LeaseExpired,
     LeaseNotFound,
+    RequestRejected,
     UmadError,
     WorkerRevoked,
 )
@@ -329,6 +331,21 @@ class Client:
             self._mailbox.put(Ended(hold, leaked))
         except _GONE as error:  # it had ended before; that is all that was wanted
             logger.debug("lease %d: %s", lease, error.message)
+
+    def extend(self, hold: Hold) -> float:
+        """Have a burst lease last longer; seconds from now.  Infinite: nobody ends it in time."""
+        with self._lock:
+            link, ticket = self._link, hold.ticket
+            booked = link is not None and link.generation == hold.generation
+        if link is None or not booked or hold.lease is None:
+            return _PATIENCE_S if hold.lease is not None else math.inf
+        try:
+            return float(self.call_on(link, "extend", ticket)["deadline_s"])
+        except DaemonUnavailable:
+            return _PATIENCE_S  # a moment later: a new daemon books it anew, for its whole time
+        except RequestRejected as error:  # it has ended: what is held beyond the quota stays booked
+            logger.warning("a burst of %d bytes was not extended: %s", hold.bytes, error.message)
+            return math.inf
 
     # --- the connection ---
 

@@ -1,7 +1,7 @@
 """Bytes beyond the steady quota: a burst lease, and the forward pass that needs it."""
 
 import weakref
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class Burst:
     """A burst lease; ``release`` it, or use it in a ``with`` statement."""
 
-    def __init__(self, client: "Client", hold: Hold) -> None:
+    def __init__(self, client: "Client", hold: Hold, lasts_s: float) -> None:
         self._client = client
         self._hold = hold
+        self._renew_s = monotonic() + lasts_s / 2
         self._finalizer = weakref.finalize(self, leak, hold)
         self._finalizer.atexit = False
 
@@ -36,6 +37,14 @@ class Burst:
         """Give the bytes back; once, however often it is called."""
         if self.detach() is not None:
             self._client.end(self._hold, leaked=False)
+
+    def extend(self) -> None:
+        """Say between the steps of long work that it goes on, or the daemon ends the lease in time.
+
+        It asks for more time once half of it has passed; else it costs nothing.
+        """
+        if monotonic() >= self._renew_s:
+            self._renew_s = monotonic() + self._client.extend(self._hold) / 2
 
     def detach(self) -> Hold | None:
         """Hand the lease to the caller, who ends it; None when it has ended."""
@@ -102,6 +111,11 @@ class Forward:
         self._start = self._worker.meter.begin(self._worker.account, coarse=bool(self._bytes))
         self._start_s = perf_counter()
         return self
+
+    def extend(self) -> None:
+        """Between two steps of a long forward: see ``Burst.extend``."""
+        if self._burst is not None:
+            self._burst.extend()
 
     def __exit__(
         self,

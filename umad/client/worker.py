@@ -5,6 +5,7 @@ is given back exactly once: by the normal path, or by a finalizer that knows onl
 (``mailbox.Hold``).  What a reconnect swaps is in ``bond``.
 """
 
+import math
 import os
 import threading
 import weakref
@@ -240,9 +241,9 @@ class Worker:
         params = {"bytes": size, "wait_s": wait_s}
         if ttl_s is not None:
             params["ttl_s"] = ttl_s
-        hold, _ = self.bond.book(self.bond.require(), "admit", params)
+        hold, answer = self.bond.book(self.bond.require(), "admit", params)
         self.bond.lend(hold)
-        return Burst(self._client, hold)
+        return Burst(self._client, hold, answer.get("deadline_s", math.inf))
 
     def progress(self, stage: str, ratio: float) -> None:
         """Tell people how far a load is: a stage ("reading", "building", ...) and 0 to 1.

@@ -34,6 +34,7 @@ METHODS: Final[dict[str, Permission]] = {
     "init_lock": Permission.WORKER,
     "init_unlock": Permission.WORKER,
     "admit": Permission.WORKER,
+    "extend": Permission.WORKER,
     "forward_done": Permission.WORKER,
     "progress": Permission.WORKER,
     "segments": Permission.WORKER,

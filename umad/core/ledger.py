@@ -190,6 +190,12 @@ class Ledger:
             raise InvariantBroken(f"commit of {lease} to {size} bytes")
         return self._resize(replace(lease, state=LeaseState.COMMITTED, deadline_s=None), size)
 
+    def extend(self, lease: Lease, deadline_s: float) -> None:
+        """Give a reserved lease another deadline; no bytes move."""
+        if lease.state is not LeaseState.RESERVED:
+            raise InvariantBroken(f"{lease} has no deadline to extend")
+        self._leases[lease.id] = replace(lease, deadline_s=deadline_s)
+
     def resize(self, lease: Lease, size: int) -> Lease:
         """Make a committed lease of one part larger or smaller; that more fits was asked before."""
         if lease.state is not LeaseState.COMMITTED or size <= 0:

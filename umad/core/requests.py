@@ -164,6 +164,16 @@ def admit(state: State, call: Call) -> Iterator[Action]:
     yield from grants.ask(state, state.bursts, waiter, call.now_s)
 
 
+def extend(state: State, call: Call) -> Iterator[Action]:
+    """A forward is still at work, step by step: its burst lasts longer."""
+    lease = _lease(state, call)
+    if lease.kind is not LeaseKind.BURST:
+        raise InvalidParams("only a burst lease is extended; a load commits in time")
+    ttl_s = state.settings.leases.burst_ttl
+    state.ledger.extend(lease, call.now_s + ttl_s)
+    yield call.reply({"deadline_s": ttl_s})
+
+
 def forward_done(state: State, call: Call) -> Iterator[Action]:
     """What a forward took; ends its burst lease."""
     member = own(state, call)
@@ -245,6 +255,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "init_lock": init_lock,
     "init_unlock": init_unlock,
     "admit": admit,
+    "extend": extend,
     "forward_done": forward_done,
     "progress": progress,
     "segments": segments,

@@ -264,6 +264,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "init_lock": _request(worker=_ID, wait_s=_WAIT),
     "init_unlock": _request(worker=_ID, token=_ID),
     "admit": _request(worker=_ID, bytes=Param(SIZE), wait_s=_WAIT, ttl_s=_optional(SECONDS)),
+    "extend": _request(lease=_ID, token=_ID),
     "status": _request(),
     "metrics": _request(),
     "snapshot": _request(part=_optional(COUNT, 0)),
