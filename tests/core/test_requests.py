@@ -5,6 +5,7 @@ from tests.core.fakes import MB, engine, identity, settings
 from umad.core.access import Access
 from umad.core.actions import Refuse, Watch
 from umad.core.engine import Engine
+from umad.core.switching import idle_s
 from umad.errors import (
     AccessDenied,
     Fenced,
@@ -171,6 +172,18 @@ def test_a_burst_lasts_as_long_as_its_forward_says_that_it_goes_on(drive: Drive)
     drive.pass_time(1)
     assert drive.events() == ["lease_expired"]
     assert isinstance(drive.refused(7, "extend", **burst), LeaseNotFound)
+
+
+def test_a_model_in_a_long_forward_is_not_idle(drive: Drive) -> None:
+    worker = drive.loaded(7, "llama", 100 * MB)
+    member = drive.engine.state.members[worker]
+    drive.pass_time(60.0)
+    assert idle_s(member, drive.now_s) == 60.0
+    drive.tell(7, "progress", worker=worker, stage="serving", ratio=1.0)
+    assert idle_s(member, drive.now_s) == 0.0
+    other = drive.call(7, "register", model="cold", quota=MB)["worker"]
+    drive.tell(7, "progress", worker=other, stage="reading", ratio=0.5)
+    assert drive.engine.state.members[other].worked_s == 0.0
 
 
 def test_only_its_owner_extends_a_burst_and_nobody_a_load(drive: Drive) -> None:

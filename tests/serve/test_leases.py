@@ -1,6 +1,7 @@
 """A burst is booked for as long as its work lasts, however that ends: a real daemon's books."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ from umad.errors import ModelFailed, NeverFits, QuotaExceeded, UmadError, Worker
 from umad.units import MIB
 
 pytestmark = pytest.mark.slow
+TTL_S = 0.5
 QUOTA, NEED = 64 * MIB, 256 * MIB
 MEMORY = '[memory]\nreserve = "64MiB"\nbudget = "2GiB"\ninterval = "50ms"\n'
+LEASES = f'[leases]\nburst_ttl = "{TTL_S}s"\n'
 GROUP = '[daemon]\ngroup = "root"\nadmin_group = "root"'
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, Daemon]]:
-    models = {name: {"quota": f"{QUOTA}B"} for name in ("one", "alone")}
+    models = {name: {"quota": f"{QUOTA}B"} for name in ("one", "alone", "joins", "together")}
     models["alone"]["isolation"] = "process"
     config = write_config(tmp_path, models, 'runtime_quota = "256MiB"')
-    config.write_text(config.read_text().replace("[daemon]", GROUP) + MEMORY)
+    config.write_text(config.read_text().replace("[daemon]", GROUP) + MEMORY + LEASES)
     daemon = Daemon(tmp_path, text=config.read_text()).start()
     yield config, daemon
     daemon.stop()
@@ -92,3 +95,28 @@ def test_a_burst_ends_with_its_work(
 
     run(scenario())
     assert not [line for line in daemon.log if line["event"] in ("lease_expired", "leaked")]
+
+
+@pytest.mark.parametrize("model", ["one", "together", "joins", "alone"])
+def test_a_forward_that_outlives_its_lease_keeps_it(
+    served: tuple[Path, Daemon], tmp_path: Path, model: str
+) -> None:
+    config, daemon = served
+
+    async def scenario() -> None:
+        async with engine_process(config) as engine:
+            await engine.ready(model)
+            if model == "together":  # its forward waits
+                (tmp_path / model / "hold").touch()
+            prompt = "wait" if model in ("one", "alone") else "on"
+            work = engine.run(model, prompt=prompt, need=NEED, max_tokens=1 << 30)
+            at_work = asyncio.ensure_future(work)
+            await until(lambda: booked(daemon, model) > QUOTA + NEED // 2)
+            ends_s = time.monotonic() + 3 * TTL_S
+            await until(lambda: time.monotonic() > ends_s)
+            assert booked(daemon, model) > QUOTA + NEED // 2
+            at_work.cancel()
+            await until(lambda: booked(daemon, model) == QUOTA)
+
+    run(scenario())
+    assert not [line for line in daemon.log if line["event"] == "lease_expired"]

@@ -222,9 +222,11 @@ def cost(state: State, call: Call) -> Iterator[Action]:
 
 
 def progress(state: State, call: Call) -> Iterator[Action]:
-    """How far a load has come."""
+    """How far a load has come; of a loaded model: it is at work, and not the one to go."""
     member = own(state, call)
     member.stage, member.ratio = call.params["stage"], call.params["ratio"]
+    if member.state in ("ready", "draining"):
+        member.worked_s = call.now_s
     return iter(())
 
 

@@ -114,6 +114,7 @@ class Batches(Turns):
         read = [job.prepared for job in jobs]
 
         def all_left() -> bool:
+            self._loaded.between()
             return all(job.cancelled for job in jobs)
 
         def check() -> None:

@@ -91,6 +91,7 @@ class Growing(Turns):
             self._join_first(turn)
             while self._rows:
                 self._desk.between()
+                self._loaded.goes_on(self._worker, self._leases)
                 self._join_more(turn)
                 self._drop_left(turn)
                 if self._rows:

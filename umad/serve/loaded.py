@@ -4,15 +4,16 @@ Rules: the bytes of a run are admitted before it begins; what it took is taken i
 ended.  Stays out: when a model is loaded, and for whom.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Final, Protocol
 
 import structlog
 
 from umad.client.blocking import Client
+from umad.client.burst import Burst, Forward
 from umad.client.worker import Worker
 from umad.core.cost import BEYOND_MAX, CostModel, Sample
 from umad.errors import UmadError
@@ -26,6 +27,7 @@ from umad.units import MIB
 
 # A huge page of the tensors and one of other blocks may be used in part, which no sample shows.
 HUGE_PAGES_BYTES: Final = 4 * MIB
+TELL_S: Final = 5.0  # between two words that long work goes on
 log = structlog.get_logger()
 
 
@@ -72,6 +74,8 @@ class Loaded:
         self.runner = runner
         self.place = place
         self.run_s = 0.0
+        self._at_work: tuple[Worker, Forward] | None = None
+        self._tell_s = 0.0
         self._cost = CostModel()
 
     def learn(self, client: Client, model: ModelSettings) -> None:
@@ -101,6 +105,23 @@ class Loaded:
         """A forward has taken so much."""
         self._cost.observe(sample)
 
+    def goes_on(self, worker: Worker, bursts: Iterable[Burst | Forward]) -> None:
+        """Between two steps of long work: the daemon hears that it goes on.
+
+        Else it would end the bursts in time, and take the model that works most for an idle one.
+        """
+        for burst in bursts:
+            burst.extend()
+        if monotonic() >= self._tell_s:
+            self._tell_s = monotonic() + TELL_S
+            worker.progress("serving", 1.0)
+
+    def between(self) -> None:
+        """Called by a run between its steps."""
+        if self._at_work is not None:
+            worker, forward = self._at_work
+            self.goes_on(worker, [forward])
+
     def alone(self, job: Job) -> Work:
         """The forward that answers one job.
 
@@ -110,6 +131,7 @@ class Loaded:
         runner, data = self.runner, job.data
 
         def cancelled() -> bool:
+            self.between()
             return job.cancelled
 
         if isinstance(runner, Together):
@@ -151,10 +173,12 @@ class Loaded:
                 check()
                 try:
                     with translated(self._name, "job"), self.place.use():
+                        self._at_work = worker, forward
                         began_s = perf_counter()
                         done = work.run()
                         self.run_s = perf_counter() - began_s
                 finally:
+                    self._at_work = None
                     if beyond:  # torch would keep the burst's segments after its lease has ended
                         self.place.release()
                 if len(done) == 1 and done[0].size is not None:
