@@ -22,6 +22,7 @@ from umad.serve.gate import Gate, GateMiddleware, error_body, refusal, requests_
 from umad.serve.link import EngineLink
 from umad.serve.metrics import MEDIA_TYPE, FrontMetrics, MetricsMiddleware
 from umad.serve.openai import Routes
+from umad.serve.page import StatusPage
 from umad.serve.spans import span_of
 
 PING_S: Final = 1.0  # an engine that is busy answers within milliseconds
@@ -49,6 +50,8 @@ def create_app(settings: Settings, engine: EngineLink) -> Starlette:
         Route("/readyz", front.readyz),
         Route("/status", front.status),
         Route("/metrics", front.metrics),
+        Route("/", front.page.show),
+        Route("/page/{name}", front.page.part),
     ]
     known = frozenset(route.path for route in routes)
     app = Starlette(
@@ -72,6 +75,7 @@ class Front:
     """What the routes share, and the looks at it.
 
     Attributes:
+        page: the status page, at ``/``.
         configuration: of which moment it is, and what is wrong with a newer one, for /status.
     """
 
@@ -81,6 +85,7 @@ class Front:
         self.gate = Gate(settings.serve)
         self.asking = Asking(engine, self.gate)
         self.counts = FrontMetrics(settings.daemon.socket, self._look)
+        self.page = StatusPage(settings.daemon.socket, self._look)
         self.configuration: dict[str, Any] = {"read_unix_s": self._started_unix_s, "problem": ""}
         self.follow(settings)
 
