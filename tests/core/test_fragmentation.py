@@ -438,6 +438,7 @@ def test_the_kernels_own_kills_are_told(ladder: Ladder):
     assert ladder.events() == []
     ladder.read(replace(whole(0), counters={"oom_kill": 5}))
     assert ladder.event("oom_kill") == {"count": 2}
+    assert ladder.engine.state.counters["oom_kills"] == 2
     ladder.read(replace(whole(0), counters=None))
     ladder.read(replace(whole(0), counters={"oom_kill": 9}))
     assert ladder.events() == []

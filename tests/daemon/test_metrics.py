@@ -17,87 +17,27 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.core.drive import Drive
-from tests.core.fakes import MB, engine, identity, process
+from tests.core.fakes import MB, engine
 from tests.daemon.running import Daemon, Raw, eventually, running
-from tests.promtool import check_metrics, promtool
+from tests.daemon.shown import Shown, names, parsed, rich, value
+from tests.promtool import check_metrics
 from umad import __version__
+from umad.core.histogram import Histogram
 from umad.daemon import exporter
 from umad.daemon.exporter import CONNECTIONS_MAX, Exporter
-from umad.daemon.metrics import RENDER_EVERY_S, SERIES_MAX, Histogram, Metrics
+from umad.daemon.metrics import RENDER_EVERY_S
+from umad.daemon.state_metrics import SERIES_MAX
 from umad.errors import ConfigError
 from umad.units import MIB
-from umad.values import AccountFigures, PageFigures
+from umad.values import HISTORY_MODELS_MAX, AccountFigures
 from umad.wire.frames import Limits
-
-Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def parsed(text: bytes) -> Series:
-    """Every sample by name and labels; two of the same would be a fault."""
-    found: Series = {}
-    for family in text_string_to_metric_families(text.decode()):
-        for sample in family.samples:
-            key = (sample.name, tuple(sorted(sample.labels.items())))
-            assert key not in found, key
-            found[key] = sample.value
-    return found
-
-
-def value(series: Series, name: str, **labels: str) -> float | None:
-    return series.get((name, tuple(sorted(labels.items()))))
-
-
-def names(series: Series, label: str) -> set[str]:
-    return {dict(labels)[label] for _, labels in series if label in dict(labels)}
-
-
-class Shown:
-    """An engine that is driven by hand, and its figures."""
-
-    def __init__(self, drive: Drive) -> None:
-        self.drive = drive
-        self.guarded: set[int] = set()
-        self.metrics = Metrics(drive.engine, self.guarded.__contains__, lambda: drive.now_s)
-
-    def text(self) -> bytes:
-        self.drive.now_s += 2 * RENDER_EVERY_S
-        return self.metrics.text()
-
-    def series(self) -> Series:
-        return parsed(self.text())
 
 
 @pytest.fixture
 def shown() -> Shown:
     return Shown(Drive(engine()))
-
-
-def rich(shown: Shown) -> None:
-    """Something of everything."""
-    drive = shown.drive
-    shown.guarded.add(7)
-    drive.loaded(7, "greedy", 300 * MB, guard=True)
-    drive.loaded(7, "good", 200 * MB, guard=True, instance=1)
-    drive.loaded(8, "plain", 100 * MB, guard_off='no "guard": \\ here\n' + "x" * 150)
-    drive.refused(8, "reserve", worker=3)
-    greedy = AccountFigures(used=400 * MB, peak=450 * MB, refused=3)
-    drive.look({7: 500 * MB, 8: None}, accounts={1: greedy})
-    gone = AccountFigures(
-        used=400 * MB, peak=450 * MB, refused=3, returned=400 * MB, closed=True, swept=True
-    )
-    drive.now_s += 0.02
-    drive.look({7: 100 * MB, 8: None}, accounts={1: gone})
-    for action in drive.last:
-        if getattr(action, "name", "") == "stopped":
-            shown.metrics.stopped(action.fields)
-    snapshot = drive.engine.state.snapshot
-    assert snapshot is not None
-    shown.metrics.looked(snapshot, 0.0002)
-    page = PageFigures({0: 50 * MB}, frozenset(), 0)
-    drive.engine.found(identity(9), "late", 0, page, process(9, 0), drive.now_s)
 
 
 def test_the_figures_are_the_states(shown: Shown) -> None:
@@ -227,16 +167,30 @@ def test_a_counter_that_nobody_described_is_shown_too(shown: Shown) -> None:
 def test_a_crowd_has_bounded_series_and_fits_in_a_message(shown: Shown) -> None:
     letters = random.Random(1)
     drive = shown.drive
+    accounts = {}
     for pid in range(SERIES_MAX + 50):
         drive.connect(pid + 10)
         name, why = (
             "".join(letters.choices(string.ascii_letters + string.digits, k=length))
             for length in (64, 200)
         )
-        drive.call(pid + 10, "register", model=name, quota=pid + 1, guard_off=why)
-    drive.look({pid + 10: letters.randrange(1 << 40) for pid in range(SERIES_MAX + 50)})
+        at = drive.call(pid + 10, "register", model=name, quota=pid + 1, guard_off=why)
+        accounts[at["worker"]] = AccountFigures(
+            *(letters.randrange(1 << size) for size in (36, 36, 10))
+        )
+        forward = {"tokens": 8, "batch": 1, "seconds": 0.1, "exact": True, "predicted": 1 << 30}
+        drive.tell(
+            pid + 10,
+            "forward_done",
+            worker=at["worker"],
+            peak=letters.randrange(1 << 31),
+            **forward,
+        )
+    held = {pid + 10: letters.randrange(1 << 40) for pid in range(SERIES_MAX + 50)}
+    drive.look(held, accounts=accounts)
     series = shown.series()
     assert len(names(series, "worker")) == len(names(series, "process")) == SERIES_MAX
+    assert 0 < len(names(series, "model")) <= HISTORY_MODELS_MAX
     assert value(series, "umad_workers") == SERIES_MAX + 50
     assert value(series, "umad_workers_without_series") == 50
     compressed = shown.metrics.compressed()
@@ -254,9 +208,9 @@ def test_asking_all_the_time_costs_one_rendering(shown: Shown) -> None:
 
 
 @pytest.mark.slow
-def test_prometheus_finds_no_fault(shown: Shown, tmp_path: Path) -> None:
+def test_prometheus_finds_no_fault(shown: Shown) -> None:
     rich(shown)
-    assert check_metrics(promtool(tmp_path), shown.text()) == ""
+    assert check_metrics(shown.text()) == ""
 
 
 # --------------------------------------------------------------- the listener
@@ -433,7 +387,7 @@ def test_any_peer_may_read_them(daemon: Daemon) -> None:
         series = parsed(gzip.decompress(answer["gzip"]))
     assert value(series, "umad_worker_quota_bytes", worker="llama") == 64 * MIB
     assert names(series, "process") == {str(os.getpid())}
-    assert names(series, "state") == {"registered", "off"}
+    assert names(series, "state") == {"registered", "off", "ok"}
     assert value(series, "umad_look_seconds_count") == value(series, "umad_looks_total")
 
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from tests.daemon.running import running
-from tests.promtool import check_metrics, promtool
+from tests.promtool import check_metrics
 from tests.serve.standin import make_settings, run, serving, text_handler, until
 from umad import __version__
 from umad.config import Settings
@@ -168,7 +168,7 @@ def test_however_many_ask_the_daemon_is_asked_once(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_daemons_figures_are_shown_too_and_prometheus_finds_no_fault(tmp_path):
+def test_the_daemons_figures_are_shown_too_and_prometheus_finds_no_fault():
     async def scenario(socket: Path) -> str:
         async with serving(beside(socket)) as front:
             await front.chat("hi")
@@ -184,7 +184,7 @@ def test_the_daemons_figures_are_shown_too_and_prometheus_finds_no_fault(tmp_pat
     assert value(text, "umad_build_info", version=__version__) == 1
     assert value(text, "umad_worker_quota_bytes", worker="llama") == 64 << 20
     assert requests_of(text) == {(CHAT, "talk", "200"): 1}
-    assert check_metrics(promtool(tmp_path), text.encode()) == ""
+    assert check_metrics(text.encode()) == ""
 
 
 def test_the_log_has_one_line_for_a_request_that_says_where_it_waited():

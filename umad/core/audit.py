@@ -222,11 +222,28 @@ def _held(books: ProcessBooks, pool: PoolReading, snapshot: Snapshot) -> int:
     reading = snapshot.processes.get(books.identity)
     if reading is None or reading.bytes.value is None:
         return 0
+    held = _in_pool(reading, pool, snapshot)
+    return max(0, held - books.baseline) if pool.name == SYSTEM_POOL else held
+
+
+def unattributed(pool: PoolReading, snapshot: Snapshot) -> int | None:
+    """Bytes in use of a pool that no worker's process holds.
+
+    They are other programs', the system's, or those of an allocator that nobody knows.  None
+    where that is unknown: one process that cannot be read may hold any of them.  What processes
+    share counts for each, so that it is too little rather than too much.
+    """
+    readings = snapshot.processes.values()
+    if pool.used.value is None or any(reading.bytes.value is None for reading in readings):
+        return None
+    return max(0, pool.used.value - sum(_in_pool(one, pool, snapshot) for one in readings))
+
+
+def _in_pool(reading: ProcessReading, pool: PoolReading, snapshot: Snapshot) -> int:
     if pool.name != SYSTEM_POOL:
         return dict(reading.gpu).get(pool.name, 0)
     # GPU pages of system DRAM, whichever pool they were taken through, are this pool's too.
-    held = reading.host_bytes + sum(size for name, size in reading.gpu if _dram(name, snapshot))
-    return max(0, held - books.baseline)
+    return reading.host_bytes + sum(size for name, size in reading.gpu if _dram(name, snapshot))
 
 
 def _dram(name: str, snapshot: Snapshot) -> bool:

@@ -130,7 +130,7 @@ def ask(state: State, queue: Queue, waiter: Waiter, now_s: float) -> Iterator[Ac
     if switching.kept_for(state, waiter, now_s) is None:
         again = _reclaim(state, waiter, now_s)
         if again is not None:
-            yield _granted(waiter, again, now_s)
+            yield _granted(state, waiter, again, now_s)
             return
     error = denied(state, waiter, now_s)
     before = [one for one in queue if one.priority >= waiter.priority]
@@ -244,15 +244,18 @@ def _grant(state: State, waiter: Waiter, now_s: float) -> Reply:
         member = state.members[waiter.worker]
         member.state, member.granted_s = "loading", now_s
     if not load or not state.settings.memory.conservative:
-        return _granted(waiter, lease, now_s)
+        return _granted(state, waiter, lease, now_s)
     # Only the machine's own memory can be touched from here, by whatever pool it is booked.
     chain = state.ledger.chain(waiter.parts[0][0])
     in_dram = any(pool.name == SYSTEM_POOL for pool in chain)
-    return _granted(waiter, lease, now_s, prefault=in_dram)
+    return _granted(state, waiter, lease, now_s, prefault=in_dram)
 
 
-def _granted(waiter: Waiter, lease: Lease, now_s: float, *, prefault: bool = False) -> Reply:
+def _granted(
+    state: State, waiter: Waiter, lease: Lease, now_s: float, *, prefault: bool = False
+) -> Reply:
     assert lease.deadline_s is not None
+    state.waits[waiter.what].observe(now_s - waiter.since_s)
     answer = {
         "lease": lease.id,
         "token": lease.token,

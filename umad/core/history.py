@@ -12,18 +12,25 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from umad.core.cost import Sample
+from umad.core.histogram import Histogram
 from umad.values import HISTORY_MODELS_MAX, HISTORY_SAMPLES_MAX, HISTORY_STOPS_MAX, ModelHistory
 
 STOPS_ANSWERED_MAX: Final = 8
+# Above 1 a prediction was too low, far below 1 memory lay idle.
+RATIO_BOUNDS: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 _STOP_FIELDS: Final = ("worker", "reason", "fence", "measured_bytes", "limit_bytes")
 
 
 @dataclass(slots=True)
 class Window:
-    """One model's samples, oldest first."""
+    """One model's samples, oldest first.
+
+    ``ratios`` are what forwards took as shares of what was predicted for them, since the start.
+    """
 
     shape: str = ""
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=HISTORY_SAMPLES_MAX))
+    ratios: Histogram = field(default_factory=lambda: Histogram(RATIO_BOUNDS))
 
 
 class History:
@@ -42,7 +49,15 @@ class History:
 
     def observe(self, model: str, sample: Sample) -> None:
         """A forward of the model has ended."""
-        self._window(model).samples.append(sample)
+        window = self._window(model)
+        window.samples.append(sample)
+        if sample.predicted:
+            window.ratios.observe(sample.bytes / sample.predicted)
+
+    def ratios(self, model: str) -> Histogram | None:
+        """How near a model's forwards came to what was predicted; None where none was."""
+        window = self._models.get(model)
+        return None if window is None else window.ratios
 
     def reshape(self, model: str, shape: str) -> None:
         """The model that is loaded now is of this shape."""

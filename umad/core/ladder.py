@@ -48,7 +48,7 @@ def observe(state: State, zones: Zones, now_s: float) -> Iterator[Action]:
     last, known.zones = known.zones, zones
     if last is not None and last.taken_s == zones.taken_s:
         return
-    yield from _oom_kills(last, zones)
+    yield from _oom_kills(state, last, zones)
     known.compaction.add(zones)
     _note_idle(state, now_s)
     if known.climb.rung is None:
@@ -110,10 +110,11 @@ def _of_system(state: State, waiter: Waiter) -> bool:
     )
 
 
-def _oom_kills(last: Zones | None, zones: Zones) -> Iterator[Event]:
+def _oom_kills(state: State, last: Zones | None, zones: Zones) -> Iterator[Event]:
     before = (last.counters or {}).get("oom_kill") if last is not None else None
     now = (zones.counters or {}).get("oom_kill")
     if before is not None and now is not None and now > before:
+        state.counters["oom_kills"] += now - before
         yield Event("oom_kill", "error", {"count": now - before})
 
 
@@ -216,6 +217,7 @@ def _climb(state: State, first: int, now_s: float) -> Iterator[Action]:
         climb.rung, climb.taken_s, climb.before = rung, now_s, risk
         climb.rungs_rest_until_s[rung] = now_s + step.rest_s
         climb.scanned = counters.get("compact_migrate_scanned")
+        state.counters["fragmentation_steps"] += 1
         yield Event(
             "fragmentation_step", "warning", {"step": step.name, **_told(climb.cause, risk)}
         )

@@ -1,8 +1,8 @@
 """Everything an engine knows as one value, which can be kept, and made an engine again.
 
 What an engine made so decides is what the first one would have decided.  Left out is what rules
-nothing: where a model's files lie, what clients call themselves, who listens to events, and what
-models' forwards took before.
+nothing: where a model's files lie, what clients call themselves, who listens to events, how long
+waits and loads took, and what models' forwards took before.
 """
 
 from collections import Counter

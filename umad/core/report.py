@@ -124,16 +124,19 @@ def worker_state(state: State, member: Member) -> str:
     return "cold" if member.evicts and member.state == "registered" else member.state
 
 
+def verdict(state: State, process: Process) -> str:
+    """What is being done about a process: ok, revoked, killed, unkillable, orphaned."""
+    case = state.watchdog.case(process.identity)
+    if case is None or (process.ended and case.killed_s is None):
+        return ORPHANED if process.ended else "ok"
+    if case.unkillable:
+        return "unkillable"
+    return "revoked" if case.killed_s is None else "killed"
+
+
 def _process(state: State, process: Process) -> dict[str, Any]:
     books = state.books_of(process)
     reading = state.snapshot.processes.get(process.identity) if state.snapshot else None
-    case = state.watchdog.case(process.identity)
-    if case is None or (process.ended and case.killed_s is None):
-        verdict = ORPHANED if process.ended else "ok"
-    elif case.unkillable:
-        verdict = "unkillable"
-    else:
-        verdict = "revoked" if case.killed_s is None else "killed"
     return {
         "pid": process.identity.pid,
         "family": kin.pids(process),
@@ -151,9 +154,24 @@ def _process(state: State, process: Process) -> dict[str, Any]:
         "releasing": books.releasing,
         "limit": books.limit,
         "unclaimed": sum(process.unclaimed.values()),
-        "verdict": verdict,
+        "verdict": verdict(state, process),
         "guard_off": process.guard_off[:80],
     }
+
+
+def physical(state: State, member: Member) -> tuple[int, str] | None:
+    """What a worker physically holds, in bytes, and which source says so; None: nobody knows.
+
+    1. its account, where a guard counts for it;
+    2. its process, less what that held before, where the worker is the only one in it.
+    """
+    if member.figures is not None:
+        return member.figures.held, "account page"  # 1
+    process = state.processes[member.worker.identity]
+    reading = None if state.snapshot is None else state.snapshot.processes.get(process.identity)
+    if reading is None or reading.bytes.value is None or len(process.members) != 1:
+        return None
+    return max(0, reading.bytes.value - process.baseline), reading.bytes.source  # 2
 
 
 def _init(state: State) -> dict[str, Any]:

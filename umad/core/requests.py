@@ -104,6 +104,7 @@ def commit(state: State, call: Call) -> Iterator[Action]:
     kept = state.ledger.commit(lease, min(quota, lease.bytes))
     member.state, member.measured = "ready", measured
     member.ready_s, member.load_s = call.now_s, call.now_s - member.granted_s
+    state.load_seconds.observe(member.load_s)
     yield call.reply({"bytes": kept.bytes})
     yield event("loaded", member, measured_bytes=measured, booked_bytes=kept.bytes)
 
@@ -281,6 +282,7 @@ def lock_granted(state: State, waiter: Waiter, now_s: float) -> Reply:
     holder = state.mutex.take(waiter.worker, now_s + timeout_s)
     assert holder is not None, "only a free mutex is handed on"
     state.members[waiter.worker].granted_s = now_s  # its wait is no part of what its load costs
+    state.waits[waiter.what].observe(now_s - waiter.since_s)
     return Reply(
         waiter.connection,
         waiter.request,

@@ -14,6 +14,7 @@ from umad.config import Settings
 from umad.core.access import Access, Permission
 from umad.core.audit import NOISE_BYTES, AccountBooks, ProcessBooks
 from umad.core.fragmentation import Fragmentation
+from umad.core.histogram import Histogram
 from umad.core.history import History
 from umad.core.ledger import Ledger
 from umad.core.mutex import InitMutex
@@ -42,6 +43,8 @@ ACCOUNTS_MAX = 63  # slots of an account page (guard/page.h)
 QUEUE_MAX = 1024
 EVENTS_KEPT = 256
 NAMES_TOLD_MAX = 8
+# A burst's wait is milliseconds, a load may take half an hour.
+STEP_BOUNDS_S = (0.001, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 @dataclass(slots=True)
@@ -203,6 +206,9 @@ class State:
         self.fragmentation = Fragmentation()
         self.reserves: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
+        # From a request to its grant, by what was asked for; from a load's grant to its commit.
+        self.waits = {what: Histogram(STEP_BOUNDS_S) for what in ("admit", "reserve", "init_lock")}
+        self.load_seconds = Histogram(STEP_BOUNDS_S)
         self.history = History()
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self.event_seq = 0
