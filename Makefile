@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt
 SOURCES := umad tests packaging
 
-.PHONY: help setup fix check test test-all test-gpu bench run package clean
+.PHONY: help setup fix check test test-all test-gpu bench run package deb clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "%-10s %s\n", $$1, $$2 }'
@@ -43,9 +43,10 @@ check: .venv/test.stamp ## the quick gate: lint, types, walls, fast tests
 	$(BIN)/pytest -q -m 'not slow and not models and not systemd'
 
 test: .venv/test.stamp ## everything that needs no GPU
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -m 'not package'
 
-test-all: test ## nothing takes longer yet
+test-all: test ## and the Debian package: built, installed, upgraded and purged in clean systems
+	$(BIN)/pytest -q -m package
 
 test-gpu: .venv/test.stamp ## what needs a GPU
 	$(BIN)/pytest -q tests/gpu
@@ -55,6 +56,9 @@ bench: .venv/test.stamp ## the figures of DESIGN 11; ONLY=key for one
 
 package: .venv/test.stamp ## the wheel, in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+deb: .venv/test.stamp ## the Debian package, in dist/
+	packaging/build-deb
 
 clean: ## remove what was built, the demonstration's checkpoints included
 	rm -rf .venv .work dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -120,11 +120,14 @@ class Container:
 
 
 @contextmanager
-def container(binds: Mapping[Path, str] | None = None) -> Iterator[Container]:
+def container(
+    binds: Mapping[Path, str] | None = None, root: Path = Path("/")
+) -> Iterator[Container]:
     """Boot a container, and remove it whatever happens.
 
     Args:
         binds: folders of this machine and where they are seen inside, read-only.
+        root: what lies below all that is written inside; another system than this machine's.
 
     Raises:
         Unavailable: this machine cannot run one, or systemd did not come up in it.
@@ -141,7 +144,7 @@ def container(binds: Mapping[Path, str] | None = None) -> Iterator[Container]:
         for folder in folders:
             _make_cgroup(folder)
         with tempfile.TemporaryFile("w+") as log:
-            outer = _start(hierarchies, folders, binds or {}, log)
+            outer = _start(hierarchies, folders, binds or {}, root, log)
             assert outer.stdout is not None
             init_pid = int(outer.stdout.readline() or 0)
             try:
@@ -203,6 +206,7 @@ def _start(
     hierarchies: Sequence[_Hierarchy],
     folders: Sequence[Path],
     binds: Mapping[Path, str],
+    root: Path,
     log: IO[str],
 ) -> subprocess.Popen[str]:
     lines = [hierarchy.line() for hierarchy in hierarchies]
@@ -221,6 +225,7 @@ def _start(
             "PATH": os.environ.get("PATH", os.defpath),
             "CGROUPS": " ".join(map(str, folders)),
             "HIERARCHIES": "\n".join(lines),
+            "ROOT": str(root),
             "BINDS": "\n".join(f"{source}\t{target}" for source, target in binds.items()),
         },
     )

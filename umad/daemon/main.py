@@ -47,7 +47,7 @@ class Options:
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``umad``; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     if arguments.replay is not None:
         return _replay(Path(arguments.replay))
     options = Options(
@@ -246,7 +246,8 @@ def _end_once(ended: asyncio.Future[int]) -> None:
         ended.set_result(0)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """Flags and arguments; the manual page is made from them, too."""
     parser = argparse.ArgumentParser(
         prog="umad",
         description="Memory as a contract: keeps the books and stops who breaks them.",

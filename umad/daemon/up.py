@@ -70,7 +70,8 @@ class _Program:
                 *self._command,
                 process_group=0,  # Ctrl-C is for us; we stop the two in order
                 preexec_fn=self._in_child,
-                env=os.environ | {"UMAD_UP": "1"},
+                # A Debian package's modules lie where only its own programs look.
+                env=os.environ | {"UMAD_UP": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             )
             code = await self._child.wait()
             if self._stopping:

@@ -29,7 +29,7 @@ DEFAULT_CONFIG: Final = "/etc/umad/umad.toml"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the front until SIGTERM or SIGINT; returns the exit code."""
-    flags = _flags(arguments)
+    flags = command_line().parse_args(arguments)
     from umad.serve.supervisor import engine_environment  # structlog is not for --help
 
     try:
@@ -82,14 +82,15 @@ def check_config(text: str, source: str) -> Settings:
     return parse(text, source=source, path_exists=lambda path: Path(path).exists())
 
 
-def _flags(arguments: list[str] | None) -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
+    """Flags and arguments; the manual page is made from them, too."""
     parser = argparse.ArgumentParser(
         prog="umad-serve", description="The OpenAI-compatible inference server of umad."
     )
     parser.add_argument("--config", default=DEFAULT_CONFIG, help="default: %(default)s")
     parser.add_argument("--log-format", choices=FORMATS, default="auto", help="default: auto")
     parser.add_argument("--version", action="version", version=f"umad {__version__}")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def _listen(host: str, port: int) -> socket.socket:
