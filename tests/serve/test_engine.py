@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.client.conftest import Daemon
+from tests.daemon.running import running
 from tests.serve.processes import ROOT, engine_process, scripted_command, write_config
 from tests.serve.standin import run, until
 from umad.errors import (
@@ -43,6 +44,30 @@ async def refused(work: Any, kind: type[UmadError]) -> UmadError:
         await work
     assert type(caught.value) is kind
     return caught.value
+
+
+def test_several_share_a_daemon_and_each_has_its_runtime_booked(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    for folder in (first, second):
+        folder.mkdir()
+
+    async def scenario() -> None:
+        with running(tmp_path) as daemon:
+            for folder in (first, second):
+                (folder / "umad.sock").symlink_to(daemon.socket)
+            small = 'runtime_quota = "256MiB"'
+            quota = {"quota": "64MiB"}
+            async with (
+                engine_process(write_config(first, {"chat": quota}, small)) as one,
+                engine_process(write_config(second, {"image": quota}, small)) as other,
+            ):
+                await one.ready("chat")
+                await other.ready("image")
+                workers = {worker["name"]: worker["pid"] for worker in daemon.status()["workers"]}
+                assert set(workers) == {"chat", "image", "runtime", "runtime/1"}
+                assert len(set(workers.values())) == 2
+
+    run(scenario())
 
 
 def test_the_runtime_is_booked_first_then_models_by_priority(tmp_path, daemon):

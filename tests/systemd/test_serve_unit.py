@@ -58,4 +58,8 @@ def test_a_stop_is_clean_and_leaves_the_daemon(serving: Installed) -> None:
     daemon = serving.show("umad", "MainPID")
     serving.run("systemctl stop umad-serve")
     assert serving.show("umad-serve", "Result") == "success"
+    search = f"journalctl -u umad-serve --since=@{serving.started_unix_s} -o cat"
+    told = serving.run(f"journalctl --sync; {search} UMAD_WORKER=minilm").stdout
+    assert "model.ready: model=minilm" in told
+    assert "serve.ended" in serving.run(f"{search} SYSLOG_IDENTIFIER=umad-serve").stdout
     assert serving.show("umad", "MainPID") == daemon

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.systemd.conftest import ENVIRONMENT, INSIDE, PERMISSIVE, PYTHON, Installed
+from tests.systemd.conftest import ENVIRONMENT, INSIDE, PERMISSIVE, PROJECT, PYTHON, Installed
 from tests.systemd.container import wait_until
 
 pytestmark = [pytest.mark.systemd, pytest.mark.root, pytest.mark.slow]
@@ -156,6 +156,25 @@ def test_decisions_are_in_the_journal_with_their_fields(umad: Installed) -> None
     assert loaded["_SYSTEMD_UNIT"] == "umad.service"
     assert len(loaded["MESSAGE_ID"]) == 32
     assert loaded["PRIORITY"] == "6"
+
+
+def test_the_journal_is_searched_by_worker_and_explains_itself(umad: Installed) -> None:
+    catalog = (PROJECT / "packaging/umad.catalog").read_bytes()
+    umad.machine.path("/usr/lib/systemd/catalog/umad.catalog").write_bytes(catalog)
+    umad.unit("standin.service", STANDIN)
+    umad.run("journalctl --update-catalog; systemctl start umad standin; journalctl --sync")
+    since = f"--since=@{umad.started_unix_s}"
+    told = umad.run(f"journalctl -x -u umad {since} UMAD_WORKER=standin").stdout
+    assert "Subject: Worker standin has loaded its model" in told
+    assert f"lease {loaded_lease(umad)} now books" in " ".join(told.replace("░", "").split())
+    assert "umadctl status" in told
+    assert "umad has started" not in told
+    assert "umad has started" in umad.run(f"journalctl -x -u umad {since}").stdout
+
+
+def loaded_lease(umad: Installed) -> str:
+    (loaded,) = [one for one in journal(umad) if one.get("UMAD_EVENT") == "loaded"]
+    return str(loaded["UMAD_LEASE"])
 
 
 def test_a_killed_daemon_is_back_on_the_same_socket(umad: Installed) -> None:

@@ -156,6 +156,7 @@ def take_over(
         "adopted",
         member,
         unit=outsider.unit,
+        lease=lease.id,
         booked_bytes=lease.bytes,
         held_bytes=reading.bytes.value,
     )
@@ -189,7 +190,11 @@ def settle(state: State, now_s: float) -> Iterator[Action]:
                 [lease] = (one for one in state.ledger.of_worker(key) if one.is_loaded)
                 kept = state.ledger.resize(lease, member.worker.quota)
                 yield membership.event(
-                    "loaded", member, measured_bytes=held, booked_bytes=kept.bytes
+                    "loaded",
+                    member,
+                    lease=kept.id,
+                    measured_bytes=held,
+                    booked_bytes=kept.bytes,
                 )
 
 

@@ -99,14 +99,15 @@ def commit(state: State, call: Call) -> Iterator[Action]:
         kept = state.ledger.commit(lease, lease.bytes)
         outside.started(state, member, call.now_s)
         yield call.reply({"bytes": kept.bytes})
-        yield event("launched", member, booked_bytes=kept.bytes)
+        yield event("launched", member, lease=kept.id, booked_bytes=kept.bytes)
         return
     kept = state.ledger.commit(lease, min(quota, lease.bytes))
     member.state, member.measured = "ready", measured
     member.ready_s, member.load_s = call.now_s, call.now_s - member.granted_s
     state.load_seconds.observe(member.load_s)
     yield call.reply({"bytes": kept.bytes})
-    yield event("loaded", member, measured_bytes=measured, booked_bytes=kept.bytes)
+    sizes = {"measured_bytes": measured, "booked_bytes": kept.bytes}
+    yield event("loaded", member, lease=kept.id, **sizes)
 
 
 def release(state: State, call: Call) -> Iterator[Action]:
@@ -118,10 +119,10 @@ def release(state: State, call: Call) -> Iterator[Action]:
     if call.params.get("leaked", False):
         state.counters["leases_leaked"] += 1
         if lease.kind is LeaseKind.LOAD:
-            yield event("leaked", member, "warning", bytes=lease.bytes)
+            yield event("leaked", member, "warning", lease=lease.id, bytes=lease.bytes)
     if lease.kind is LeaseKind.LOAD:
         member.misses = 0
-        yield event("unloaded", member, bytes=lease.bytes)
+        yield event("unloaded", member, lease=lease.id, bytes=lease.bytes)
 
 
 def init_lock(state: State, call: Call) -> Iterator[Action]:

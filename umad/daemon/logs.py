@@ -1,7 +1,7 @@
 """Where decisions are told: the journal with fields, a terminal in words, anything else as JSON.
 
-Owns the stable MESSAGE_ID of each event.  Logging never blocks the loop: a journal that does not
-take a message loses it, and the loss is counted.
+Owns the stable MESSAGE_ID of each event.  Logging never blocks the loop: what a journal does not
+take at once waits, up to a bound.
 """
 
 import atexit
@@ -10,13 +10,15 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Literal
 
 import structlog
 from logging_journald import JournaldTransport, check_journal_stream
 
-from umad.units import format_bytes, format_duration, printable
+from umad.journal import entry, words
+from umad.units import printable
 
 Format = Literal["auto", "console", "json", "journal"]
 Fields = MutableMapping[str, Any]
@@ -70,9 +72,28 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "foreign_sender": "12abd01517a64eaf920a395d159babe2",
     "memory_unknown": "55eeee7c35464ea38e46c66b9a31bd01",
     "memory_known": "3dc1d720eac7469cbfe44d4fa0d0e5fa",
-    "serve_exited": "16d62af10ee647fab5303c9195cd4228",
+    "memory_not_locked": "24de69bee08a41619b5509e4f629c4d3",
+    "no_pressure_alarm": "af1d55ced71e4c28bbdae96e91d403cd",
+    "account_failed": "3f254dbe978a4dbbb61a454e3ae953f6",
+    "prediction_exceeded": "52cf4116ba254c4196180e9d386c328c",
+    "oom_kill": "d4fe7bc48ef94027a9ff23e52058f246",
+    "fragmentation_risk": "2e6f1d676a36401fb9736222f36b880a",
+    "fragmentation_step": "2c68c328fbeb4eb88676aae6469122c4",
+    "fragmentation_step_seen": "b5a7476ebfb24f1bba732b1039e9a3b9",
+    "fragmentation_step_skipped": "c41b4ba0402c48ec9f2b1e1a4498a732",
+    "fragmentation_over": "3453b2f410344138abb989ad7948d2ae",
+    "fragmentation_stays": "ed58216084c24b6ba7f024adbdd8e4e6",
+    "fragmentation_unverified": "fd0b1a48fa524ae58f4c14ae4b82f464",
+    "compaction_not_asked": "5647cded525e4e8481aadcd377506e21",
+    "history": "5428f6557d204b478ab76f11254b3ffe",
+    "history_written": "5e6872cbe7604837a8b33277dd1ab37b",
+    "failed": "6064e0b4a6b345e8b2b4511fca4a0b8f",
 }
-_PRIORITY: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+# Never held back, however often they come: who was stopped, who had to go, what an operator did.
+DECISIONS: Final = frozenset(
+    {"revoked", "complied", "stopped", "unkillable", "oom_kill", "evicting", "quota_set"}
+    | {"drained", "resumed", "admission_closed", "admission_opened"}
+)
 
 
 def configure(chosen: Format) -> structlog.typing.FilteringBoundLogger:
@@ -114,24 +135,9 @@ def _in_words(_logger: object, _method: str, fields: Fields) -> str:
     event, worker = str(fields.pop("event")), fields.pop("worker", "")
     mark = {"warning": "!", "error": "!!", "critical": "!!"}.get(level, " ")
     where = str(fields.pop("where", "")).splitlines()  # a traceback
-    rest = "  ".join(f"{_word(key)}={_value(key, value)}" for key, value in fields.items())
-    line = f"{stamp} umad {mark:2}{event.replace('_', ' ')} {worker}  {rest}".rstrip()
+    line = f"{stamp} umad {mark:2}{event.replace('_', ' ')} {worker}  {words(fields)}".rstrip()
     # What a program is called is its own choice; a line end in it would be another's line.
     return "\n".join(map(printable, (line, *where)))
-
-
-def _word(key: str) -> str:
-    for unit in ("_bytes", "_s"):
-        key = key.removesuffix(unit)
-    return key
-
-
-def _value(key: str, value: object) -> str:
-    if isinstance(value, int) and key.endswith("_bytes"):
-        return format_bytes(value)
-    if isinstance(value, float) and key.endswith("_s"):
-        return format_duration(value)
-    return str(value)
 
 
 class _Behind:
@@ -174,31 +180,24 @@ class _Behind:
 class _Journal:
     """Sends events to journald with their fields, by its native protocol.
 
-    ``umad_`` stands before our fields, so that ``journalctl UMAD_WORKER=llama`` finds them.
+    A journald that takes nothing now, for memory is short, gets them before the next event, in
+    their order: who was stopped must not be lost just then.
     """
+
+    WAITING_MAX: Final = 1000
 
     def __init__(self) -> None:
         self._transport = JournaldTransport()
         self._transport.socket.setblocking(False)
-        self.lost = 0
+        self._waiting: deque[list[tuple[str, object]]] = deque(maxlen=self.WAITING_MAX)
 
     def __call__(self, _logger: object, _method: str, fields: Fields) -> str:
-        event = str(fields.pop("event"))
-        level = str(fields.pop("level"))
-        text = "  ".join(f"{_word(key)}={_value(key, value)}" for key, value in fields.items())
-        pairs: list[tuple[str, object]] = [
-            ("MESSAGE", f"{event.replace('_', ' ')}: {text}" if text else event),
-            ("PRIORITY", _PRIORITY.get(level, 6)),
-            ("SYSLOG_IDENTIFIER", "umad"),
-            ("UMAD_EVENT", event),
-            *((f"UMAD_{key.upper()}", value) for key, value in fields.items()),
-        ]
-        if event in MESSAGE_IDS:
-            pairs.append(("MESSAGE_ID", MESSAGE_IDS[event]))
-        try:
-            self._transport.send(pairs)
-        except OSError:
-            self.lost += 1
+        event, level = str(fields.pop("event")), str(fields.pop("level"))
+        self._waiting.append(entry("umad", event, level, fields, MESSAGE_IDS.get(event)))
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._transport.send(self._waiting[0])
+                self._waiting.popleft()
         raise structlog.DropEvent
 
 

@@ -5,6 +5,7 @@ lives only after a finished tick, so that a hung loop is noticed and restarted.
 """
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -48,6 +49,7 @@ from umad.daemon.adopt import Adoptions, kin_of, launched, running_unit
 from umad.daemon.control import Channel, ControlServer
 from umad.daemon.effects import DryRun, Effects
 from umad.daemon.exporter import Exporter
+from umad.daemon.logs import DECISIONS
 from umad.daemon.metrics import MEDIA_TYPE, Metrics
 from umad.daemon.pacing import Pacer
 from umad.daemon.pages import Pages
@@ -64,6 +66,7 @@ from umad.host import history, procs
 from umad.host.family import FamilyFinder
 from umad.host.notify import Notifier, PassedFd
 from umad.host.pressure import PRESSURE
+from umad.journal import Repeats
 from umad.values import SYSTEM_POOL, Identity, Kin, Outsider, ProcessReading
 from umad.wire.frames import Limits
 from umad.wire.messages import PROTOCOL_VERSION, Notification, Request, check_params
@@ -99,6 +102,7 @@ class Daemon:
         self._probe = probe
         self._notifier = notifier
         self._log = log
+        self._repeats = Repeats(DECISIONS)
         self._preflight = {
             "warnings": list(warnings),
             "advice": list(advice),
@@ -278,6 +282,7 @@ class Daemon:
     def _tick(self) -> None:
         self._look()
         now_s = self._loop.time()
+        self._tell_repeats(now_s)
         if not self._told_ready:  # systemd did not take it: its queue was full
             self._told_ready = self._notifier.ready(self._status_line())
         period_s = self._notifier.watchdog_period_s
@@ -524,7 +529,14 @@ class Daemon:
         return self._probe.sample(wanted, self._loop.time(), families).processes[identity]
 
     def _happened(self, event: str, level: str, **fields: Any) -> None:
-        getattr(self._log, level)(event, **fields)
+        now_s = self._loop.time()
+        self._tell_repeats(now_s)
+        if self._repeats.offer(event, level, fields, now_s):
+            getattr(self._log, level)(event, **fields)
+
+    def _tell_repeats(self, now_s: float) -> None:
+        for told in self._repeats.due(now_s):
+            getattr(self._log, told.level)(told.event, **told.fields)
 
     def _tell_if_unknown(self, problem: str) -> None:
         """Say once that memory cannot be read, and once that it can again."""
@@ -553,6 +565,7 @@ class Daemon:
 
     def _close(self) -> None:
         self._notifier.stopping()
+        self._tell_repeats(math.inf)
         self._log.info("stopping")
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()

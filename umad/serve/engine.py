@@ -28,7 +28,15 @@ import structlog
 
 from umad.client.blocking import Client, connect
 from umad.client.memory import settle
-from umad.errors import ConfigError, ModelLoading, ModelNotFound, UmadError, UnknownMethod
+from umad.client.worker import Worker
+from umad.errors import (
+    ConfigError,
+    ModelLoading,
+    ModelNotFound,
+    NameTaken,
+    UmadError,
+    UnknownMethod,
+)
 from umad.serve import logs
 from umad.serve.instance import Instance
 from umad.serve.jobs import Job, JobQueue
@@ -42,6 +50,7 @@ from umad.serve.worker import ModelThread
 from umad.settings import ModelSettings, Settings
 
 RUNTIME: Final = "runtime"
+RUNTIMES_MAX: Final = 16  # instances of umad-serve that share a daemon
 STOP_S: Final = 4.0  # the front waits a little longer before it sends signals
 RETRY_MAX_S: Final = 5.0
 STUCK_HOLD_S: Final = 5.0  # as a revoked model waits otherwise
@@ -72,6 +81,7 @@ class Engine:
         self._settings = settings
         self._libraries = libraries
         self._holds = dict(holds)
+        self._name_taken = False
         self._nursery = nursery
         self._loop = asyncio.get_running_loop()
         self._queues = {model.name: JobQueue(model.name) for model in settings.models}
@@ -316,11 +326,27 @@ class Engine:
             if "process" in self._settings.isolations:
                 self._nursery.start()  # its imports run beside ours
             # What no model owns is booked too, for life: the interpreter and its libraries.
-            runtime = client.worker(RUNTIME, quota=self._settings.serve.runtime_quota, pin=True)
-            return client, runtime.load(self._bring, wait_s=RETRY_MAX_S)
+            return client, self._runtime(client).load(self._bring, wait_s=RETRY_MAX_S)
         except UmadError:
             client.close()
             raise
+
+    def _runtime(self, client: Client) -> Worker:
+        """Registered under the first number that is free: others may share the daemon.
+
+        Only at a second try: whoever has the name at the first may be the engine before this
+        one, which is just ending.
+        """
+        numbers = range(RUNTIMES_MAX if self._name_taken else 1)
+        for number in numbers:
+            try:
+                quota = self._settings.serve.runtime_quota
+                return client.worker(RUNTIME, instance=number, quota=quota, pin=True)
+            except NameTaken:
+                self._name_taken = True
+                if number == numbers[-1]:
+                    raise
+        raise AssertionError("the last number has returned or raised")
 
     def _bring(self) -> Load:
         """Import the libraries; one that was broken off leaves half of it behind: no second try."""
