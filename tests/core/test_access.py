@@ -32,4 +32,4 @@ def test_without_groups_only_root_and_the_daemon_may_more() -> None:
 
 def test_every_method_has_a_permission() -> None:
     # These are the shell's: a connection and a text are no decisions.
-    assert HANDLERS.keys() | {"hello", "metrics", "snapshot"} == METHODS.keys()
+    assert HANDLERS.keys() | {"hello", "metrics", "snapshot", "timeline"} == METHODS.keys()

@@ -22,6 +22,7 @@ from umad.errors import (
     WorkerRevoked,
 )
 from umad.units import GIB
+from umad.values import AccountFigures
 
 
 @pytest.fixture
@@ -473,3 +474,51 @@ def test_before_the_first_look_nothing_is_granted() -> None:
     # Who comes back from before a restart is asked to try again: there is no pool to book in.
     error = drive.refused(7, "register", model="old", quota=MB, held=MB)
     assert (error.code, error.retryable) == ("memory_unknown", True)
+
+
+def test_a_refusal_is_told_of_with_those_that_came_since(drive: Drive) -> None:
+    drive.connect(7)
+    worker = drive.call(7, "register", model="llama", quota=2000 * MB)["worker"]
+    drive.loaded(8, "holder", 1500 * MB)
+    drive.refused(7, "reserve", worker=worker)
+    first = drive.event("refused")
+    assert (first["worker"], first["what"], first["times"]) == ("llama", "reserve", 1)
+    assert first["asked_bytes"] == 2000 * MB
+    assert "held by holder" in first["why"]
+    for _ in range(20):
+        drive.now_s += 0.45
+        drive.refused(7, "reserve", worker=worker)
+        assert drive.events() == []
+    drive.now_s += 1.1
+    drive.refused(7, "reserve", worker=worker)
+    assert drive.event("refused")["times"] == 21
+
+
+def test_events_are_told_in_parts_backwards(drive: Drive) -> None:
+    drive.connect(7)
+    for at in range(60):
+        drive.call(7, "register", model=f"m{at}", quota=MB)
+    last = drive.call(7, "events", since=5)
+    assert last["next"] == 60
+    assert [event["seq"] for event in last["events"]] == list(range(11, 61))
+    assert {event["level"] for event in last["events"]} == {"info"}
+    rest = drive.call(7, "events", since=5, before=11)
+    assert [event["seq"] for event in rest["events"]] == list(range(6, 11))
+
+
+def test_what_a_worker_holds_is_its_process_or_its_account(drive: Drive) -> None:
+    def holds() -> dict[str, int | None]:
+        return {one["name"]: one["holds"] for one in drive.engine.status(drive.now_s)["workers"]}
+
+    alone = drive.loaded(7, "alone", 200 * MB)
+    assert holds() == {"alone": None}  # nobody has looked at its process
+    drive.look({7: 120 * MB})
+    assert holds() == {"alone": 120 * MB}
+    drive.loaded(7, "other", 200 * MB)
+    drive.look({7: 150 * MB})
+    assert holds() == {"alone": None, "other": None}  # nobody can tell whose they are
+    accounts = {alone: AccountFigures(100 * MB, 110 * MB, 0, returned=10 * MB)}
+    drive.look({7: 150 * MB}, accounts=accounts)
+    assert holds() == {"alone": 90 * MB, "other": None}
+    [shown] = [one for one in drive.engine.status(0.0)["workers"] if one["id"] == alone]
+    assert (shown["charged"], shown["charged_most"]) == (100 * MB, 110 * MB)

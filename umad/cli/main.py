@@ -15,10 +15,12 @@ import psutil
 from rich.console import Console
 
 from umad import __version__, config
-from umad.cli import admin, adopt, bench, render
+from umad.cli import admin, adopt, bench, events, render
 from umad.cli import doctor as report
 from umad.cli import fit as costs
+from umad.cli import report as hour
 from umad.cli import snapshot as bundle
+from umad.cli import top as live
 from umad.client import UmadError, connect
 from umad.errors import ConfigError
 from umad.host import preflight
@@ -197,7 +199,16 @@ def _settings(file: Path) -> Settings:
     )
 
 
-for command in (bench.bench, adopt.run, adopt.adopt, adopt.disown, *admin.COMMANDS):
+for command in (
+    bench.bench,
+    adopt.run,
+    adopt.adopt,
+    adopt.disown,
+    events.events,
+    hour.report,
+    live.top,
+    *admin.COMMANDS,
+):
     cli.add_command(command)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from umad.units import format_bytes, format_duration, printable
 
 _BAR_CELLS: Final = 20
-_STATE_STYLES: Final = {
+STATE_STYLES: Final = {
     "ready": "green",
     "loading": "yellow",
     "waiting": "yellow",
@@ -99,7 +99,7 @@ def _workers(state: Mapping[str, Any]) -> Table:
             shown = f"{printable(worker['stage'])} {worker['ratio']:.0%}"
         table.add_row(
             worker["name"],
-            Text(shown, style=_STATE_STYLES.get(worker["state"], "")),
+            Text(shown, style=STATE_STYLES.get(worker["state"], "")),
             _size(worker["booked"]),
             _bar(worker["measured"], worker["quota"], 10),
             _size(worker["quota"]),
@@ -123,7 +123,7 @@ def _processes(state: Mapping[str, Any]) -> Table:
             _size(process["limit"]),
             str(process["workers"]),
             "on" if process["guard"] else "off",
-            Text(process["verdict"], style=_STATE_STYLES.get(process["verdict"], "green")),
+            Text(process["verdict"], style=STATE_STYLES.get(process["verdict"], "green")),
         )
     return table
 

@@ -25,6 +25,7 @@ METHODS: Final[dict[str, Permission]] = {
     "metrics": Permission.READ,
     "snapshot": Permission.READ,
     "events": Permission.READ,
+    "timeline": Permission.READ,
     "register": Permission.WORKER,
     "unregister": Permission.WORKER,
     "reserve": Permission.WORKER,

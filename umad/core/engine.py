@@ -490,6 +490,7 @@ class Engine:
                 entry = {
                     "seq": self.state.event_seq,
                     "name": action.name,
+                    "level": action.level,
                     "unix_s": round(now_s + self.unix_offset_s, 6),
                     **action.fields,
                 }

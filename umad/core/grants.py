@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from umad.core import room, switching
-from umad.core.actions import Action, Notify, Refuse, Reply
+from umad.core.actions import Action, Event, Notify, Refuse, Reply
 from umad.core.state import LEASES_PER_WORKER_MAX, State
 from umad.core.waiting import Queue, Waiter
 from umad.errors import (
@@ -27,6 +27,7 @@ from umad.values import SYSTEM_POOL, Lease, LeaseKind, Snapshot
 HOLDERS_NAMED_MAX = 8
 REASON_MAX = 200
 PRESSURE_RETRY_S = 5.0  # an average over 10 s has halved by then
+REFUSAL_TOLD_EVERY_S = 10.0  # and worker: who is refused asks again, every second
 
 
 def refusal(
@@ -140,9 +141,9 @@ def ask(state: State, queue: Queue, waiter: Waiter, now_s: float) -> Iterator[Ac
     if error is None:
         error = QuotaDenied(f"{_first(state, before)} waits before it", retry_after_s=1.0)
     if isinstance(error, NeverFits) or waiter.deadline_s <= now_s:
-        yield from _refuse(state, waiter, error)
+        yield from _refuse(state, waiter, error, now_s)
     elif queue.full:
-        yield from _refuse(state, waiter, Overloaded("the queue is full", retry_after_s=1.0))
+        yield from _refuse(state, waiter, Overloaded("the queue is full", retry_after_s=1.0), now_s)
     else:
         yield queued(waiter, queue.add(waiter), error.message)
 
@@ -166,7 +167,7 @@ def pump(state: State, now_s: float) -> Iterator[Action]:
             elif isinstance(error, NeverFits):  # the budget shrank meanwhile
                 queue.remove(waiter)
                 waits_no_more(state, waiter.worker)
-                yield from _refuse(state, waiter, error)
+                yield from _refuse(state, waiter, error, now_s)
             else:
                 before.append(waiter)
                 waiter.reason = error.message[:REASON_MAX]
@@ -204,7 +205,7 @@ def give_up(state: State, waiter: Waiter, now_s: float) -> Iterator[Action]:
         error = WaitedTooLong("its turn did not come", retry_after_s=1.0)
     error.message = f"waited {waited_s:.1f} s for {waiter.what}: {error.message}"
     error.details["waited_s"] = round(waited_s, 3)
-    yield from _refuse(state, waiter, error)
+    yield from _refuse(state, waiter, error, now_s)
 
 
 def queued(waiter: Waiter, position: int, reason: str) -> Notify:
@@ -280,9 +281,23 @@ def _reclaim(state: State, waiter: Waiter, now_s: float) -> Lease | None:
     return state.ledger.reclaim(waiter.worker, waiter.bytes, now_s + waiter.ttl_s)
 
 
-def _refuse(state: State, waiter: Waiter, error: UmadError) -> Iterator[Action]:
+def _refuse(state: State, waiter: Waiter, error: UmadError, now_s: float) -> Iterator[Action]:
     state.counters["refusals_" + error.code] += 1
     yield Refuse(waiter.connection, waiter.request, error)
+    member = state.members[waiter.worker]
+    member.refusals += 1
+    if member.refused_s is not None and now_s - member.refused_s < REFUSAL_TOLD_EVERY_S:
+        return
+    told = {
+        "worker": member.worker.name,
+        "pid": member.worker.identity.pid,
+        "what": waiter.what,
+        "asked_bytes": waiter.bytes,
+        "times": member.refusals,
+        "why": error.message[:REASON_MAX],
+    }
+    yield Event("refused", "info", told)
+    member.refusals, member.refused_s = 0, now_s
 
 
 def _holders(state: State) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from umad.core.waiting import Queue
 from umad.values import PoolReading, Zones
 
 # An answer must stay below the protocol's 64 KiB: these bounds keep it there.
-WORKERS_ANSWERED_MAX = 100
+WORKERS_ANSWERED_MAX = 64
 QUEUE_ANSWERED_MAX = 50
 HEADS_MAX = 4  # of each line; their reasons are told in full
 EVENTS_ANSWERED_MAX = 50
@@ -86,8 +86,9 @@ def _pool(state: State, reading: PoolReading) -> dict[str, Any]:
 
 
 def _worker(state: State, member: Member, now_s: float) -> dict[str, Any]:
-    worker, draining = member.worker, member.draining
+    worker, draining, account = member.worker, member.draining, member.figures
     loaded = member.state in ("ready", "draining")
+    held = physical(state, member)
     rival = None if draining is None else state.members.get(draining.rival or 0)
     return {
         "id": worker.id,
@@ -101,6 +102,9 @@ def _worker(state: State, member: Member, now_s: float) -> dict[str, Any]:
         "peak": worker.peak,
         "booked": state.ledger.booked_by(worker.id),
         "measured": member.measured,
+        "holds": None if held is None else held[0],
+        "charged": None if account is None else account.used,
+        "charged_most": None if account is None else account.peak,
         "priority": worker.priority,
         "pin": worker.pin,
         "idle_s": round(switching.idle_s(member, now_s), 1) if loaded else None,

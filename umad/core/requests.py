@@ -48,9 +48,9 @@ def status(state: State, call: Call) -> Iterator[Action]:
 
 def events(state: State, call: Call) -> Iterator[Action]:
     """What happened since, and from now on as notifications."""
-    since = call.params.get("since", 0)
+    since, before = call.params["since"], call.params.get("before", state.event_seq + 1)
     call.client.listening = True
-    recent = [event for event in state.events if event["seq"] > since]
+    recent = [event for event in state.events if since < event["seq"] < before]
     yield call.reply({"next": state.event_seq, "events": recent[-report.EVENTS_ANSWERED_MAX :]})
 
 

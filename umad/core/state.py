@@ -115,6 +115,8 @@ class Member:
     forwards: int = 0
     last_forward: Mapping[str, Any] = field(default_factory=dict)
     exceeded_s: float | None = None  # when people were told that a forward took more than predicted
+    refused_s: float | None = None  # when they were told that it was refused memory
+    refusals: int = 0  # since then
     settle_s: float = 0.0  # of a program that does not say when it has loaded
     settling: Settling | None = None  # it is loading
 

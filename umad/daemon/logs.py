@@ -28,6 +28,7 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "started": "99d308f0c98947f082a4cf5071586fe5",
     "stopping": "1435261a34fb4a88a7db4078e4c6a8bc",
     "preflight": "d92fa5c1c8c54318b522df8ba85b212b",
+    "refused": "a97d1308cf63485b94ecd6ccecae595e",
     "registered": "1accf8b3ed944b2188c4df1e98539826",
     "rejoined": "eef1b66496294a799453306893777798",
     "loaded": "3ce5870e227d43488dd74799903f23a4",

@@ -54,6 +54,7 @@ from umad.daemon.metrics import MEDIA_TYPE, Metrics
 from umad.daemon.pacing import Pacer
 from umad.daemon.pages import Pages
 from umad.daemon.recording import Recording
+from umad.daemon.timeline import Timeline
 from umad.errors import (
     ConfigError,
     InvariantBroken,
@@ -124,6 +125,7 @@ class Daemon:
         self._pages = Pages(generation, notifier)
         self._metrics = Metrics(self.engine, self._pages.guarded, self._loop.time)
         self._recording = Recording(self.engine.tape)
+        self._timeline = Timeline(self.engine.unix_offset_s)
         self._kept = pages
         self._finder = FamilyFinder(settings.memory.root)
         self._adoptions = Adoptions(Path(settings.daemon.socket).parent, settings.memory.root)
@@ -211,16 +213,8 @@ class Daemon:
         """See control.Handler."""
         try:
             params = check_params(message.method, message.params)
-            if message.method == "hello":
-                channel.respond(message.id, self._hello(channel, params))
-                return
-            if message.method == "metrics":
-                text = {"gzip": self._metrics.compressed(), "type": MEDIA_TYPE}
-                channel.respond(message.id, text)
-                return
-            if message.method == "snapshot":
-                part = self._recording.part(channel.id, params["part"], self._loop.time())
-                channel.respond(message.id, part)
+            if (told := self._told(channel, message.method, params)) is not None:
+                channel.respond(message.id, told)
                 return
             self.engine.check_allowed(channel.id, message.method)  # before anything is read
             process: ProcessReading | None = None
@@ -248,6 +242,21 @@ class Daemon:
             return
         if not any(isinstance(action, Reply | Refuse) for action in actions):
             self._arm_deadline()  # it waits: its bound may be the next one
+
+    def _told(
+        self, channel: Channel, method: str, params: dict[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """The answer to what is the shell's own, nothing else: it decides nothing."""
+        match method:
+            case "hello":
+                return self._hello(channel, params)
+            case "metrics":
+                return {"gzip": self._metrics.compressed(), "type": MEDIA_TYPE}
+            case "snapshot":
+                return self._recording.part(channel.id, params["part"], self._loop.time())
+            case "timeline":
+                return self._timeline.answer(params["since"])
+        return None
 
     def notification(self, channel: Channel, message: Notification) -> None:
         """See control.Handler."""
@@ -307,6 +316,7 @@ class Daemon:
         self._effects.retry()
         accounts = dict(self._pages.figures(self.engine.state.members))
         self._do(self.engine.observe(snapshot, self._loop.time(), accounts))
+        self._timeline.looked(self.engine.state, self._loop.time())
         for outsider, wanted in self._adoptions.due(self.engine.state, self._loop.time()):
             self._take_over(outsider, wanted)
         self._keep_adoptions()

@@ -286,7 +286,8 @@ METHODS: Final[Mapping[str, Method]] = {
     "resume": _request(),
     "reload": _request(),
     "cost": _request(model=Param(NAME), shape=_optional(LABEL)),
-    "events": _request(since=_optional(COUNT, 0)),
+    "events": _request(since=_optional(COUNT, 0), before=_optional(COUNT)),
+    "timeline": _request(since=_optional(UNIX_SECONDS, 0)),
     "forward_done": Method(
         Form.FROM_CLIENT,
         {
@@ -352,7 +353,12 @@ NOTICES: Final[Mapping[str, Method]] = {
     ),
     "event": Method(
         Form.FROM_DAEMON,
-        {"seq": _ID, "name": Param(LABEL), "unix_s": Param(UNIX_SECONDS)},
+        {
+            "seq": _ID,
+            "name": Param(LABEL),
+            "unix_s": Param(UNIX_SECONDS),
+            "level": _optional(LABEL),
+        },
         open=True,
     ),
 }
