@@ -1,6 +1,7 @@
 """Which jobs go together, and when: bounds, turns, windows; on a manual clock."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,7 @@ from umad.core.batching import (
     STRETCH,
     Batch,
     Batcher,
+    Bounds,
     Item,
     Pace,
     Why,
@@ -118,7 +120,7 @@ def test_a_full_batch_begins_at_once_and_who_is_too_large_runs_alone(
 
 def test_c32_rows_are_counted_and_not_requests():
     """Ten requests of 15 rows under a cap of 24 are ten forwards."""
-    batcher = Batcher(WINDOW_S, rows_max=24)
+    batcher = Batcher(WINDOW_S, Bounds(rows_max=24))
     waiting = [item(name, rows=15) for name in "abcdefghij"]
     begun, now_s = [], 0.0
     while waiting:
@@ -153,6 +155,38 @@ def test_equals_keep_their_order_though_one_was_refused():
     b, more = item("b", 31, -0.01), [item(name, 22) for name in "defg"]
     assert names(choose(Batcher(WINDOW_S), item("a"), b, *more, item("c", 31))) == "adefg"
     assert names(choose(Batcher(WINDOW_S), item("a"), *more, item("c", 31))) == "adefgc"
+
+
+def test_only_those_that_are_alike_go_together():
+    batcher = Batcher(WINDOW_S)
+    waiting = [replace(item(name), alike=name in "ac") for name in "abcd"]
+    assert names(choose(batcher, *waiting)) == "ac"
+    assert names(choose(batcher, *waiting[1::2])) == "bd"
+
+
+def test_many_passes_are_so_much_work():
+    batcher = Batcher(WINDOW_S)
+    pace = batcher.pace
+    slow, quick = replace(item("S"), alike=50, passes=50), replace(item("q"), alike=2, passes=2)
+    ahead_s = STRETCH * 48 * pace.seconds(10)
+    for arrived_s, first in ((0.9 * ahead_s, "q"), (1.1 * ahead_s, "S")):
+        late = replace(quick, arrived_s=arrived_s)
+        assert names(choose(batcher, slow, late, now_s=arrived_s)) == first
+    # And company saves as many forwards: the window is worth waiting for.
+    batcher = Batcher(1.0)
+    crowded(batcher, 2)
+    one = replace(item("a"), passes=100)
+    assert choose(batcher, one) == pytest.approx(min(1.0, 100 * pace.overhead_s))
+
+
+def test_a_kind_that_gains_by_what_was_measured_alone_has_no_least():
+    batcher = Batcher(WINDOW_S, Bounds(rows_max=4, area_min=0))
+    images = [item(str(one), 64) for one in range(6)]
+    assert len(choose(batcher, *images).items) == 4
+    for rows in (1, 4, 1, 2):
+        batcher.done(0.0, 64 * rows, 64 * rows * 1e-3)
+    assert len(choose(batcher, *images).items) == 2
+    assert len(choose(batcher, *(replace(one, tokens=256) for one in images)).items) == 1
 
 
 def test_a_short_one_passes_a_long_one_and_no_long_one_waits_for_ever():
@@ -216,7 +250,7 @@ class Queue(RuleBasedStateMachine):
     def begin(self, rows_max: int, area_max: int) -> None:
         self.rows_max, self.area_max = rows_max, area_max
         self.bytes_max = 30_000
-        self.batcher = Batcher(WINDOW_S, rows_max=rows_max, area_max=area_max)
+        self.batcher = Batcher(WINDOW_S, Bounds(rows_max, area_max=area_max))
         self.now_s = 100.0
         self.waiting: dict[str, Item] = {}
         self.left: list[str] = []
@@ -230,16 +264,18 @@ class Queue(RuleBasedStateMachine):
                 st.sampled_from([1, 8, 9, 12, 40, 130, 700]),
                 st.sampled_from([1, 1, 1, 2, 10]),
                 st.sampled_from([0.001, 0.05, 60.0]),
+                st.sampled_from([1, 1, 1, 3]),
             ),
             min_size=1,
             max_size=6,
         )
     )
-    def arrive(self, arrivals: list[tuple[int, int, float]]) -> None:
-        for tokens, rows, patience_s in arrivals:
+    def arrive(self, arrivals: list[tuple[int, int, float, int]]) -> None:
+        for tokens, rows, patience_s, passes in arrivals:
             name = str(self.made)
             self.made += 1
-            self.waiting[name] = Item(name, tokens, rows, self.now_s, self.now_s + patience_s)
+            times = (self.now_s, self.now_s + patience_s)
+            self.waiting[name] = Item(name, tokens, rows, *times, ("passes", passes), passes)
             self.idle_since[name] = self.now_s
         self.work()
 
@@ -275,13 +311,14 @@ class Queue(RuleBasedStateMachine):
                 del self.waiting[one.id]
                 self.left.append(one.id)
             seconds = self.batcher.pace.seconds(choice.tokens * choice.rows)
-            self.now_s += seconds
+            self.now_s += seconds * choice.items[0].passes
             self.idle_since = dict.fromkeys(self.waiting, self.now_s)
             self.batcher.done(self.now_s, choice.tokens * choice.rows, seconds)
 
     def judge(self, batch: Batch) -> None:
         assert all(self.now_s < one.deadline_s for one in batch.items)
         assert len({one.id for one in batch.items}) == len(batch.items)
+        assert len({one.alike for one in batch.items}) == 1
         area = batch.tokens * batch.rows
         if len(batch.items) > 1:
             assert batch.rows <= self.rows_max
@@ -298,10 +335,15 @@ class Queue(RuleBasedStateMachine):
         for name, other in self.waiting.items():
             if name in chosen or self.now_s >= other.deadline_s:
                 continue
-            turn_s = other.arrived_s + STRETCH * pace.seconds(other.area)
-            assert turn_s >= first.arrived_s + STRETCH * pace.seconds(first.area) - 1e-9
+            turn_s, first_s = (
+                one.arrived_s + STRETCH * one.passes * pace.seconds(one.area)
+                for one in (other, first)
+            )
+            assert turn_s >= first_s - 1e-9
             for one in batch.items:
-                if (one.tokens, one.rows) == (other.tokens, other.rows):
+                if replace(one, id="", arrived_s=0, deadline_s=0) == replace(
+                    other, id="", arrived_s=0, deadline_s=0
+                ):
                     assert int(one.id) < int(name)
 
     @invariant()

@@ -96,11 +96,11 @@ class Served:
             client.call("evict", {"name": name})
         eventually(lambda: self.model(name)["state"] == "cold")
 
-    def chat(self, name: str) -> httpx.Response:
+    def chat(self, name: str, *, stream: bool = False) -> httpx.Response:
         messages = [{"role": "user", "content": "hello"}]
         return httpx.post(
             f"http://{self.address}/v1/chat/completions",
-            json={"model": name, "messages": messages},
+            json={"model": name, "messages": messages, "stream": stream},
             timeout=30,
         )
 
@@ -144,6 +144,7 @@ def test_the_cpu_stands_in_where_the_device_has_no_room(served: Served) -> None:
     # Nothing is free on the card: one stands in, the other says when to come again.
     assert where(served.chat("may")) == (200, "cpu", "0")
     assert (served.model("may")["device"], served.pool_of("may")) == ("cpu", "system")
+    assert served.chat("may", stream=True).headers["x-umad-device"] == "cpu"
     assert "of pool 'vram'" in refused(served.chat("must"))
     assert served.pool_of("must") == "vram"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from umad.config import Settings
+from umad.core.batching import Bounds
 from umad.errors import InvalidParams
 from umad.serve import engine
 from umad.serve.kinds.base import Prepared, Result
@@ -77,7 +78,8 @@ class Several(Scripted):
     def prepare(self, job: Mapping[str, Any]) -> Prepared:
         if job["prompt"] == "nonsense":
             raise InvalidParams("it means nothing")
-        return Prepared(job.get("tokens", 5), 1, int(job.get("need", 10)), dict(job))
+        needed, alike = int(job.get("need", 10)), job.get("alike")
+        return Prepared(job.get("tokens", 5), 1, needed, dict(job), alike)
 
     def bytes_together(self, _tokens: int, rows: int) -> int:
         return 10 * rows if not (self.path / "large").exists() else 300 * rows
@@ -97,6 +99,9 @@ class Several(Scripted):
 
 
 class Together(Several):
+    bounds = Bounds()
+    unit = 1
+
     def run_together(self, jobs: Sequence[Prepared], cancelled: Callable[[], bool]) -> list[Result]:
         prompts = [job.inputs["prompt"] for job in jobs]
         self.forward(prompts, cancelled)

@@ -30,7 +30,7 @@ CONFIG = "\n".join(
     for name, kind in KINDS.items()
 )
 READY = ModelState("ready", "serving", 1.0, 1000)
-Emit = Callable[[str], None]
+Emit = Callable[..., None]
 Handler = (
     Callable[[str, Mapping[str, Any]], Awaitable[Any]]
     | Callable[[str, Mapping[str, Any], Emit], Awaitable[Any]]
@@ -62,8 +62,8 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 class StandIn:
     """The engine's end of the link in this loop: answers ``run`` with what ``handler`` returns.
 
-    A handler of three arguments gets (model, job, emit): ``emit(text)`` sends a chunk, where
-    the front has asked for a stream, and nothing where it has not.
+    A handler of three arguments gets (model, job, emit): ``emit(text, device=None)`` sends a chunk,
+    where the front has asked for a stream, and nothing where it has not.
     """
 
     def __init__(self, settings: Settings, handler: Handler) -> None:
@@ -104,9 +104,10 @@ class StandIn:
         self.at_work_max = max(self.at_work, self.at_work_max)
         given: list[Any] = [params["model"], params["job"]]
 
-        def emit(text: str) -> None:
+        def emit(text: str, device: str | None = None) -> None:
             if params.get("stream", False):
-                self.peer.notify("chunk", {"request": params["request"], "text": text})
+                chunk = {"request": params["request"], "text": text, "device": device}
+                self.peer.notify("chunk", chunk)
 
         if len(inspect.signature(self.handler).parameters) == 3:
             given.append(emit)

@@ -91,6 +91,9 @@ def test_vision_gets_the_image_and_chat_refuses_it():
     run(scenario())
 
 
+SEGMENTS = [{"id": 0, "start": 0.5, "end": 1.25, "text": " s\u00e4id", "tokens": [5, 6]}]
+
+
 def test_completions_embeddings_images_and_speech():
     vector = [0.5, -1.25, 3.0]
 
@@ -101,7 +104,8 @@ def test_completions_embeddings_images_and_speech():
             return {"images": [PNG] * job["n"]}
         if model == "hear":
             assert job["audio"] == b"RIFFsound"
-            return {"text": "said", "duration_s": 1.5}
+            heard = {"text": "said", "duration_s": 1.5, "language": "english"}
+            return heard | ({"segments": json.dumps(SEGMENTS).encode()} if job["segments"] else {})
         return await text_handler(model, job)
 
     async def scenario():
@@ -134,9 +138,9 @@ def test_completions_embeddings_images_and_speech():
                     {
                         "text": "said",
                         "task": "transcribe",
-                        "language": "en",
+                        "language": "english",
                         "duration": 1.5,
-                        "segments": [],
+                        "segments": SEGMENTS,
                     },
                 ),
             ):
@@ -430,6 +434,8 @@ def test_a_cold_model_is_ready_and_an_answer_says_where_else_it_was_made():
             card = (await front.client.get("/v1/models/talk")).json()
             assert card["state"] == "cold"
             answer = await front.chat()
+            assert (answer.status_code, answer.headers["x-umad-device"]) == (200, "cpu")
+            answer = await front.chat(stream=True)  # though no piece came before the result
             assert (answer.status_code, answer.headers["x-umad-device"]) == (200, "cpu")
             engine.tell("talk", ModelState("loading"))  # not asked for by anybody
             await until(lambda: front.link.status("talk")["state"] == "loading")

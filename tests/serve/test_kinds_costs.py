@@ -58,6 +58,24 @@ def test_enough_is_asked_and_not_absurdly_much(
 
 
 @pytest.mark.parametrize(
+    ("kind", "jobs", "factor"),
+    [
+        ("image", [PAINT | {"width": 256, "height": 256}] * 4, 3),
+        ("speech", [{"audio": tone(2), "language": "en"}] * 3, 4),
+        ("speech", [{"audio": tone(60, 48_000), "language": "en"}] * 2, 4),
+    ],
+)
+def test_enough_is_asked_for_several_together(
+    kind: str, jobs: list[dict[str, Any]], factor: float
+) -> None:
+    model: Any = runner(kind)
+    read = [model.prepare(job) for job in jobs]
+    needed = model.bytes_together(read[0].tokens, len(jobs))
+    held = peak_bytes(lambda: model.run_together(read, lambda: False))
+    assert held <= needed <= factor * held + RUN_BYTES
+
+
+@pytest.mark.parametrize(
     ("kind", "small", "large"),
     [
         ("chat", prompt(100), prompt(1000)),

@@ -46,6 +46,8 @@ def test_units_of_kinds_without_tokens() -> None:
     assert paint.size(PAINT | {"width": 128, "height": 128, "n": 2}) == (
         4 * paint.size(PAINT | {"width": 64, "height": 64})[0], 2,
     )  # fmt: skip
+    two = PAINT | {"width": 64, "height": 64, "n": 2}
+    assert paint.run(two, never).size == (64, 1)  # one after the other
     assert hear.size({"audio": tone(2)}) == (3000, 1)  # one window of 30 s
     assert hear.size({"audio": tone(45)}) == (4500, 1)
 

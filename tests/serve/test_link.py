@@ -137,7 +137,7 @@ def test_chunks_come_in_order_and_before_the_answer():
                     {"pieces": jobs[name]},
                     request=name,
                     deadline_s=1,
-                    on_chunk=told[name].append,
+                    on_chunk=lambda text, _, name=name: told[name].append(text),
                 )
                 for name in jobs
             )
@@ -163,7 +163,9 @@ def test_a_chunk_of_one_that_was_cancelled_harms_nobody():
         link, engine, lost = await pair(handler=handler)
         told = []
         work = asyncio.ensure_future(
-            link.run("talk", {}, request="a", deadline_s=1, on_chunk=told.append)
+            link.run(
+                "talk", {}, request="a", deadline_s=1, on_chunk=lambda text, _: told.append(text)
+            )
         )
         await until(lambda: bool(emits))
         emits[0]("in time")
@@ -188,6 +190,7 @@ def test_a_chunk_of_one_that_was_cancelled_harms_nobody():
         ("work", {"model": "talk", "instance": 0}),
         ("work", {"model": "talk", "instance": 0, **WORK, "rows": [1]}),
         ("chunk", {"request": ["a"], "text": "x"}),
+        ("chunk", {"request": "a", "text": "x", "device": 1}),
         ("state", {}),
         ("state", {"model": "talk", "instance": 0, "state": "splendid"}),
         ("state", {"model": "talk", "instance": 0, "unknown": 1}),

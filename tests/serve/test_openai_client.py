@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ async def handler(model: str, job: Mapping[str, Any], emit: Any) -> Any:
     if model == "paint":
         return {"images": [PNG] * job["n"]}
     if model == "hear":
-        return {"text": "said", "duration_s": 1.5}
+        segments = json.dumps([{"id": 0, "start": 0.0, "end": 1.5, "text": "said"}]).encode()
+        return {"text": "said", "duration_s": 1.5, "language": "english", "segments": segments}
     said = job["prompt"] if "prompt" in job else job["messages"][-1]["content"]
     if said == "bug":
         return {"no": "text"}
@@ -112,7 +114,8 @@ def test_every_route_answers_the_official_client():
             heard = await client.audio.transcriptions.create(
                 model="hear", file=("a.wav", b"sound"), response_format="verbose_json"
             )
-            assert heard.duration == 1.5
+            assert (heard.duration, heard.language) == (1.5, "english")
+            assert [(one.start, one.end, one.text) for one in heard.segments] == [(0, 1.5, "said")]
 
     run(scenario())
 

@@ -90,6 +90,28 @@ def test_a_completion_stream_and_an_engine_that_gives_no_pieces():
     run(scenario())
 
 
+def test_a_stream_says_where_else_it_is_made_before_its_first_piece():
+    async def elsewhere(_model: str, _job: Mapping[str, Any], emit: Any) -> Any:
+        emit("hel", "cpu")
+        await ended.wait()
+        emit("lo", "cpu")
+        return {"text": "hello", "device": "cpu", **ENDED}
+
+    ended = asyncio.Event()
+
+    async def scenario():
+        async with serving(handler=elsewhere) as front:
+            async with asked(front, CHAT, ASKED) as answer:
+                assert answer.headers["x-umad-device"] == "cpu"
+                ended.set()
+                await answer.aread()
+            front.engine.handler = two_pieces
+            async with asked(front, CHAT, ASKED) as answer:
+                assert "x-umad-device" not in answer.headers
+
+    run(scenario())
+
+
 def test_several_choices_are_jobs_of_their_own_with_seeds_of_their_own():
     async def handler(_model: str, job: Mapping[str, Any], emit: Any) -> Any:
         emit(f"{job['seed']}")

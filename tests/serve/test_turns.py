@@ -168,6 +168,22 @@ def test_a_process_of_its_own_is_given_several_at_once(tmp_path, daemon):
     run(scenario())
 
 
+def test_only_those_that_are_alike_are_in_one_forward(tmp_path, daemon):
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"together": {}})) as engine:
+            model = await ready(tmp_path, engine, "together")
+            first = await model.hold()
+            work = [model.ask(name, alike=name.upper()) for name in "abaab"]
+            await model.all_wait()
+            model.release()
+            await first
+            assert [answer["text"] for answer in await asyncio.gather(*work)] == list("abaab")
+            assert model.forwards[1:] == [["a", "a", "a"], ["b", "b"]]
+            assert engine.link.at_once("together") == 128
+
+    run(scenario())
+
+
 def test_a_batch_that_fails_is_done_one_by_one(tmp_path, daemon):
     async def scenario():
         async with engine_process(write_config(tmp_path, {"together": {}})) as engine:
@@ -255,7 +271,7 @@ def test_answers_join_and_leave_and_are_told_as_they_grow(tmp_path, daemon, isol
                     {"prompt": "s", "max_tokens": 3},
                     request="streamed",
                     deadline_s=10,
-                    on_chunk=told.append,
+                    on_chunk=lambda text, _: told.append(text),
                 )
             )
             lost = model.ask("lost", max_tokens=1 << 30)

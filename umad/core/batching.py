@@ -7,9 +7,9 @@ batching does not pay: then batches stay small by themselves.  Rules:
 
 1. next comes whose turn it is: arrival plus ``STRETCH`` times what it takes alone.  So a short one
    passes long ones that came a little earlier, and nobody who came later than that passes anybody;
-2. those of like length join it, in the same order, while the batch stays within its rows, its
-   padded area and its bytes, and while padding costs no more than the forwards that are saved.
-   Who is too large for those bounds alone runs alone;
+2. those of its kind and of like length join it, in the same order, while the batch stays within
+   its rows, its padded area and its bytes, and while padding costs no more than the forwards that
+   are saved.  Who is too large for those bounds alone runs alone;
 3. a batch that could take no more begins at once.  So does one when as many wait as have lately
    been there together: nobody else can come.  A lone request on an idle worker therefore never
    waits;
@@ -20,7 +20,7 @@ batching does not pay: then batches stay small by themselves.  Rules:
 Stays out: the jobs themselves, who cancels them, clocks and threads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -33,7 +33,6 @@ PADDED_MAX: Final = 1.5
 AMORTISED: Final = 16.0
 """A batch of so many times the overhead gains too little from one row more: 6 %."""
 AREA_MIN: Final = 512
-"""A batch may grow to this, whatever was measured."""
 QUIET_WINDOWS: Final = 4.0
 """After so many windows without anybody, nobody is expected."""
 OVERHEAD_TOKENS: Final = (8.0, 64.0, 4096.0)
@@ -42,6 +41,21 @@ Source: MiniLM, 2 cores, one torch thread: 57 tokens, from 8 and 32 rows of 8.""
 SECONDS_PER_TOKEN: Final = 1e-4  # a first guess, too
 KEPT: Final = 0.97  # of the weight of what was measured before, at each forward
 _OUTLIER: Final = 4.0  # a forward that took so many times what was expected was disturbed
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a kind of model says of its batches.
+
+    Attributes:
+        rows_max: of a batch.
+        area_min: padded tokens that a batch may grow to, whatever was measured.
+        area_max: padded tokens of a batch of several, whatever was measured.
+    """
+
+    rows_max: int = ROWS_MAX
+    area_min: int = AREA_MIN
+    area_max: int = AREA_MAX
 
 
 class Why(StrEnum):
@@ -56,13 +70,19 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A job that waits: its length in tokens and its rows, each at least 1; times are monotonic."""
+    """A job that waits: its length in tokens and its rows, each at least 1; times are monotonic.
+
+    ``alike``: only those that are equal in this go together; ``passes``: how often its forward is
+    repeated (the steps of a diffusion), the same for all that are alike.
+    """
 
     id: str
     tokens: int
     rows: int
     arrived_s: float
     deadline_s: float
+    alike: Hashable = None
+    passes: int = 1
 
     @property
     def area(self) -> int:
@@ -89,7 +109,7 @@ class Batch:
 
 
 class Pace:
-    """Seconds of a forward: a part of its own and one for each padded token, as measured.
+    """Seconds of one pass: a part of its own and one for each padded token, as measured.
 
     Least squares over what was measured, forgotten little by little.
     """
@@ -132,17 +152,13 @@ class Batcher:
 
     Args:
         window_s: how long anybody waits for company, at most.
-        rows_max: of a batch.
-        area_max: padded tokens of a batch, whatever was measured.
+        bounds: of its model's kind.
     """
 
-    def __init__(
-        self, window_s: float, *, rows_max: int = ROWS_MAX, area_max: int = AREA_MAX
-    ) -> None:
+    def __init__(self, window_s: float, bounds: Bounds = Bounds()) -> None:
         self.pace = Pace()
         self._window_s = window_s
-        self._rows_max = rows_max
-        self._area_max = area_max
+        self._bounds = bounds
         self._crowd = 1  # how many have lately been there together
         self._idle_since_s = float("-inf")
 
@@ -150,7 +166,7 @@ class Batcher:
     def area_max(self) -> int:
         """Padded tokens that a batch of several may have now."""
         wanted = int(AMORTISED * self.pace.overhead_tokens)
-        return min(self._area_max, max(AREA_MIN, wanted))
+        return min(self._bounds.area_max, max(self._bounds.area_min, wanted))
 
     def choose(
         self,
@@ -185,20 +201,21 @@ class Batcher:
         missing = self._crowd - len(live)
         if not missing:
             return Batch(batch, Why.ALL)  # 3
-        until_s = oldest_s + min(self._window_s, missing * self.pace.overhead_s)  # 4
+        saved_s = missing * batch[0].passes * self.pace.overhead_s
+        until_s = oldest_s + min(self._window_s, saved_s)  # 4
         if now_s < until_s:
             return until_s
         self._crowd = (self._crowd + len(live)) // 2
         return Batch(batch, Why.WINDOW)
 
     def done(self, now_s: float, area: int, seconds: float | None) -> None:
-        """What was chosen has ended: one forward of so many padded tokens, where it has seconds."""
+        """What was chosen has ended: a pass of so many padded tokens took so long, if known."""
         if seconds is not None:
             self.pace.observe(area, seconds)
         self._idle_since_s = now_s
 
     def _turn_s(self, item: Item) -> float:
-        return item.arrived_s + STRETCH * self.pace.seconds(item.area)
+        return item.arrived_s + STRETCH * item.passes * self.pace.seconds(item.area)
 
     def _together(
         self, ready: Sequence[Item], bytes_max: int, price: Callable[[int, int], int]
@@ -214,7 +231,7 @@ class Batcher:
             size = (item.tokens, item.rows)
             longest, more, whole = max(tokens, item.tokens), rows + item.rows, real + item.area
             wasted = longest * more - whole
-            if size in refused:
+            if size in refused or item.alike != first.alike:
                 continue
             if (
                 wasted > len(chosen) * self.pace.overhead_tokens
@@ -242,7 +259,7 @@ class Batcher:
         price: Callable[[int, int], int],
     ) -> Why | None:
         """The bound that a batch of this size would pass."""
-        if rows > self._rows_max:
+        if rows > self._bounds.rows_max:
             return Why.ROWS
         if tokens * rows > area_max:
             return Why.AREA

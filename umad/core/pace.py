@@ -31,8 +31,9 @@ GLANCE_S: Final = 0.02
 GLANCE_MIN_S: Final = 0.002
 """Between two glances at a crossing.  A glance costs a thirtieth of that."""
 
-# What lowers a limit, or makes one, in the middle of an interval.
-MOVES_A_LIMIT: Final = frozenset({"register", "commit", "set_quota"})
+# What lowers a limit, or makes one, in the middle of an interval.  A lease that was released, too:
+# it stays booked until a look has seen its bytes go.  One that ends with its forward can wait.
+MOVES_A_LIMIT: Final = frozenset({"register", "commit", "set_quota", "release"})
 
 Watched = Identity | None
 """A process; None is the machine."""

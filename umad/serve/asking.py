@@ -170,13 +170,15 @@ class Asked:
 
     async def _run(self, index: int, work: "partial[Any]", *, stream: bool) -> None:
         result = await work(on_chunk=partial(self._say, index) if stream else None)
+        self._span.device = result.get("device") or self._span.device
         queued_s = result.get("queued_s")
         if queued_s is not None:
             self._queued_s = max(queued_s, self._queued_s or 0.0)
         self._ended.append((index, result))
         self._changed.set()
 
-    def _say(self, index: int, text: str) -> None:
+    def _say(self, index: int, text: str, device: str | None) -> None:
+        self._span.device = device or self._span.device
         if self._span.first_s is None:
             self._span.first_s = self._span.age_s
         self._texts[index].append(text)

@@ -8,7 +8,7 @@ culprit gets the error.
 
 import time
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import Final
 
 import structlog
 
@@ -28,12 +28,11 @@ log = structlog.get_logger()
 class Batches(Turns):
     """Those of like length together; see ``Turns``."""
 
-    at_once: ClassVar[int] = 2 * ROWS_MAX
-
     def __init__(self, desk: Desk, worker: Worker, loaded: Loaded, runner: Together) -> None:
         super().__init__(desk, worker, loaded)
         self._runner = runner
-        self._batcher = Batcher(desk.window_s)
+        self._batcher = Batcher(desk.window_s, runner.bounds)
+        self.at_once = 2 * runner.bounds.rows_max
 
     def _take(self, ended: Callable[[], bool], idle_s: float | None) -> list[Job]:
         queue = self._queue
@@ -63,7 +62,8 @@ class Batches(Turns):
         room = self._loaded.room(self._worker, self._desk.model().quota)
         return self._batcher.choose(items, time.monotonic(), bytes_max=room, price=self._price)
 
-    def _price(self, tokens: int, rows: int) -> int:
+    def _price(self, units: int, rows: int) -> int:
+        tokens = units * self._runner.unit
         worst_case = self._runner.bytes_together(tokens, rows)
         return self._loaded.predict(self._worker, tokens, rows, worst_case)
 
@@ -80,7 +80,11 @@ class Batches(Turns):
 
     def _item(self, job: Job) -> Item:
         read = job.prepared
-        return Item(job.request, read.tokens, read.rows, job.arrived_s, job.deadline_s)
+        units, times = self._units(read.tokens), (job.arrived_s, job.deadline_s)
+        return Item(job.request, units, read.rows, *times, read.alike, read.passes)
+
+    def _units(self, tokens: int) -> int:
+        return -(-tokens // self._runner.unit)
 
     def _work(self, jobs: list[Job]) -> None:
         live = [job for job in jobs if self._still_begins(job)]
@@ -96,8 +100,11 @@ class Batches(Turns):
             elif len(live) == 1:
                 well = self._alone(live[0])
         finally:
-            seconds = self._loaded.run_s if well else None
-            self._batcher.done(time.monotonic(), tokens * rows, seconds)
+            # One that is alone may be done in parts: of its images each by itself.
+            longest, most = self._loaded.run_size
+            passes = live[0].prepared.passes * -(-rows // most)
+            seconds = self._loaded.run_s / passes if well else None
+            self._batcher.done(time.monotonic(), self._units(longest) * most, seconds)
         if well:
             self._desk.figures.forward(rows)
 

@@ -15,7 +15,7 @@ SIGKILL are its own.
 | engine | notification ``stop`` | unload and end |
 | engine | notification ``retire`` | ``reason``; the same, after the job at work |
 | child | notification ``state`` | the fields of ``ModelState`` |
-| child | notification ``chunk`` | ``request``, ``text``: what its answer has grown by |
+| child | notification ``chunk`` | ``request``, ``device``, ``text`` (that its answer grows by) |
 | child | notification ``work`` | the fields of ``Figures`` |
 | child | notification ``unloaded`` | it ends, since its model had to go |
 | child | notification ``reloaded`` | the daemon has read its configuration again |
@@ -160,7 +160,8 @@ class _Child:
             request = params["request"]
 
             def emit(text: str) -> None:
-                self._channel.notify("chunk", {"request": request, "text": text})
+                chunk = {"request": request, "text": text, "device": job.device}
+                self._channel.notify("chunk", chunk)
 
             job = Job(request, params["job"], params["deadline_s"], reply)
             job.emit = emit if params["stream"] else None

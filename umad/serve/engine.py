@@ -146,7 +146,7 @@ class Engine:
             self._loop.call_soon_threadsafe(self._answer, ident, request, result, error)
 
         def emit(text: str) -> None:
-            chunk = {"request": request, "text": text}
+            chunk = {"request": request, "text": text, "device": job.device}
             self._loop.call_soon_threadsafe(self._peer.notify, "chunk", chunk)
 
         self._models_of[request] = model

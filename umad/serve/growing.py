@@ -14,7 +14,7 @@ ended, their client has left, or they failed.  Rules:
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import structlog
 
@@ -57,7 +57,7 @@ class _Turn:
 class Growing(Turns):
     """Several answers at a time; see ``Turns``.  A turn lasts until none grows."""
 
-    at_once: ClassVar[int] = 2 * ROWS_MAX
+    at_once = 2 * ROWS_MAX
 
     def __init__(self, desk: Desk, worker: Worker, loaded: Loaded, runner: Joins) -> None:
         super().__init__(desk, worker, loaded)
@@ -150,6 +150,7 @@ class Growing(Turns):
                 job.prepared = self._runner.prepare(job.data)
 
     def _join(self, job: Job) -> None:
+        job.device = self._desk.device
         name = self._generation.join(job.prepared, lambda: job.cancelled, job.emit)
         self._rows[name] = job
         self._desk.figures.growing = len(self._rows)

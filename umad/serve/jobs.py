@@ -28,7 +28,8 @@ class Job:
     an error map and may be called from any thread; so may ``emit``, which takes what the answer
     has grown by and is there where a stream was asked for.  ``on_cancel`` is for work that is done
     elsewhere: it is called, once or more, when a job at work is cancelled.  ``prepared`` is the
-    job as its model reads it, once one has; ``began_s`` when it was taken, the last time.
+    job as its model reads it, once one has; ``began_s`` when it was taken, the last time;
+    ``device`` where it is done, once it has begun, if that is not the model's own.
     """
 
     request: str
@@ -42,6 +43,7 @@ class Job:
     arrived_s: float = field(default_factory=time.monotonic)
     began_s: float = 0.0
     prepared: Any = None
+    device: str | None = None
     taker: int = 0
 
 

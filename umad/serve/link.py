@@ -11,15 +11,17 @@ Owns the form of what the two say to each other and each one's view of the other
 | front | request ``ping`` | answered at once, as long as the engine's loop turns |
 | front | request ``stop`` | answered when the workers are gone |
 | front | request ``reload`` | ``config`` (text); answered when it was read |
-| engine | notification ``chunk`` | ``request``, ``text``: what its answer has grown by |
+| engine | notification ``chunk`` | ``request``, ``device``, ``text`` (that its answer grows by) |
 | engine | notification ``state`` | ``model``, ``instance`` and the fields of ``ModelState`` |
 | engine | notification ``work`` | ``model``, ``instance`` and the fields of ``Figures`` |
 | engine | notification ``reloaded`` | none: the daemon has read its configuration again |
 
 Rules: every ``run`` is answered, cancelled ones too; its chunks come before its answer, at most
 one for each token, and together they are the answer's ``text``; a vector travels as little-endian
-float32 bytes; a result says how long its job had waited to begin (``queued_s``); the death of one
-end is an event for the other, never an exception out of the loop.
+float32 bytes, the segments of a transcription as JSON; a result says how long its job had waited to
+begin (``queued_s``); what was made on another device than the model's own says on which
+(``device``), chunks too; the death of one end is an event for the other, never an exception out of
+the loop.
 """
 
 import asyncio
@@ -56,6 +58,7 @@ TAKES_REQUESTS: Final = frozenset({"ready", "draining", "waking", "cold"})
 _MESSAGE_BYTES_MIN: Final = 64 << 20
 # The front takes 2,000 connections; the rest is room for requests that were cancelled.
 _OPEN_REQUESTS_MAX: Final = 1 << 13
+OnChunk = Callable[[str, str | None], None]
 log = structlog.get_logger()
 
 
@@ -216,7 +219,7 @@ class EngineLink:
         self._instances = _instances(settings)
         self._peer: LinkPeer | None = None
         self._states: dict[str, list[ModelState]] = {}
-        self._streams: dict[str, Callable[[str], None]] = {}  # by request, while it runs
+        self._streams: dict[str, OnChunk] = {}  # by request, while it runs
         self._work: dict[tuple[str, int], dict[str, Any]] = {}  # by model and instance
         self._forget("the inference process is starting")
         self.restarts = 0
@@ -272,7 +275,7 @@ class EngineLink:
         *,
         request: str,
         deadline_s: float,
-        on_chunk: Callable[[str], None] | None = None,
+        on_chunk: OnChunk | None = None,
     ) -> Mapping[str, Any]:
         """Have a job done; cancelling this cancels the job.
 
@@ -282,7 +285,8 @@ class EngineLink:
             request: an id that no other open request has.
             deadline_s: how long it may wait for its turn.
             on_chunk: called in the loop with each piece of the answer's text as it comes, in
-                order; the last one comes before this returns.
+                order, and the device, if it is not the model's own; the last one comes before
+                this returns.
 
         Raises:
             InvalidParams: the job holds what the link cannot carry.
@@ -409,12 +413,16 @@ class EngineLink:
             self._work[model, instance] = params
 
     def _stream(self, params: dict[str, Any]) -> None:
-        request, text = params.get("request"), params.get("text")
-        if not isinstance(request, str) or not isinstance(text, str):
+        request, text, device = params.get("request"), params.get("text"), params.get("device")
+        if (
+            not isinstance(request, str)
+            or not isinstance(text, str)
+            or not isinstance(device, str | None)
+        ):
             raise RemoteProtocolError("the engine sent a chunk that cannot be read")
         # Of one that was cancelled meanwhile some may be on their way still.
         if (on_chunk := self._streams.get(request)) is not None:
-            on_chunk(text)
+            on_chunk(text, device)
 
 
 def not_loaded(model: str, error: UmadError) -> UmadError:

@@ -4,6 +4,7 @@ Rules: the bytes of a run are admitted before it begins; what it took is taken i
 ended.  Stays out: when a model is loaded, and for whom.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +67,8 @@ class Loaded:
         place: where it lives.
 
     Attributes:
-        run_s: seconds of the last forward that went well.
+        run_s: seconds of the last run that went well.
+        run_size: tokens and rows of its largest forward.
     """
 
     def __init__(self, name: str, runner: Runner, place: Place) -> None:
@@ -74,6 +76,7 @@ class Loaded:
         self.runner = runner
         self.place = place
         self.run_s = 0.0
+        self.run_size = (1, 1)
         self._at_work: tuple[Worker, Forward] | None = None
         self._tell_s = 0.0
         self._cost = CostModel()
@@ -183,6 +186,7 @@ class Loaded:
                         self.place.release()
                 if len(done) == 1 and done[0].size is not None:
                     forward.tokens, forward.batch = done[0].size
+                self.run_size = forward.tokens, forward.batch
                 check()  # a run that was cut short ends like any other, and shows nothing
         finally:
             if forward.peak is not None:  # it began
@@ -192,6 +196,9 @@ class Loaded:
 
 
 def _travelling(data: dict[str, Any]) -> dict[str, Any]:
+    """As ``link`` says: what has many elements travels as bytes."""
     if "vectors" in data:
         return {**data, "vectors": [pack_vector(one) for one in data["vectors"]]}
+    if "segments" in data:
+        return {**data, "segments": json.dumps(data["segments"]).encode()}
     return data

@@ -10,8 +10,8 @@ Owns which route takes which kinds of models and the form of its answers.  A req
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import orjson
 from starlette.datastructures import UploadFile
@@ -60,7 +60,7 @@ class Routes:
         size = sum(map(len, result["vectors"]))
         in_base64 = body.encoding_format == "base64"
         content = await off_loop(4 * size, _vectors, body.model, result, in_base64=in_base64)
-        return Response(content, headers=_where(result), media_type="application/json")
+        return Response(content, headers=_where(request), media_type="application/json")
 
     async def transcribe(self, request: Request) -> Response:
         """POST /v1/audio/transcriptions."""
@@ -73,16 +73,11 @@ class Routes:
             audio = await file.read()
         (result,) = await self._asking.results(request, form.model, form.jobs(audio))
         if form.response_format == "text":
-            return PlainTextResponse(result["text"] + "\n", headers=_where(result))
-        answer = {"text": result["text"]}
-        if form.response_format == "verbose_json":
-            answer |= {
-                "task": "transcribe",
-                "language": result.get("language") or form.language,
-                "duration": result["duration_s"],
-                "segments": [],
-            }
-        return JSONResponse(answer, headers=_where(result))
+            return PlainTextResponse(result["text"] + "\n", headers=_where(request))
+        if form.response_format == "json":
+            return JSONResponse({"text": result["text"]}, headers=_where(request))
+        content = await off_loop(len(result["segments"]), _transcription, result)
+        return Response(content, headers=_where(request), media_type="application/json")
 
     async def draw(self, request: Request) -> Response:
         """POST /v1/images/generations."""
@@ -90,7 +85,7 @@ class Routes:
         kind = self._asking.ready(request, body.model, ("image",))
         (result,) = await self._asking.results(request, body.model, body.jobs(kind))
         content = await off_loop(sum(map(len, result["images"])), _images, result["images"])
-        return Response(content, headers=_where(result), media_type="application/json")
+        return Response(content, headers=_where(request), media_type="application/json")
 
     async def _text(
         self, request: Request, body: ChatBody | CompletionBody, size: int, form: Form
@@ -103,10 +98,11 @@ class Routes:
         if body.stream:
             asking = self._asking.ask(request, body.model, jobs, stream=True)
             made = events(asking, form, span, with_usage=body.wants_usage)
-            return EventStream(await anext(made), made)
+            first = await anext(made)  # by then it is known where it is made
+            return EventStream(first, made, _where(request))
         results = await self._asking.results(request, body.model, jobs)
         answer = whole(form, span.ident, body.model, results)
-        return JSONResponse(answer, headers=_where(results[0]))
+        return JSONResponse(answer, headers=_where(request))
 
 
 async def _read(request: Request, kind: type[Body]) -> tuple[Body, int]:
@@ -144,6 +140,18 @@ def _images(images: Sequence[bytes]) -> bytes:
     return b'{"created":%d,"data":[%b]}' % (int(time.time()), shown)
 
 
-def _where(result: Mapping[str, Any]) -> dict[str, str]:
+def _transcription(result: Result) -> bytes:
+    """The whole answer with what a file says; its segments are JSON already."""
+    shown = {
+        "task": "transcribe",
+        "language": result.get("language"),
+        "duration": result["duration_s"],
+        "text": result["text"],
+    }
+    return b'%b,"segments":%b}' % (orjson.dumps(shown)[:-1], result["segments"])
+
+
+def _where(request: Request) -> dict[str, str]:
     """The header of an answer that was made on another device than the model's own."""
-    return {"X-Umad-Device": result["device"]} if "device" in result else {}
+    device = span_of(request.scope).device
+    return {} if device is None else {"X-Umad-Device": device}

@@ -356,11 +356,12 @@ class _Child:
                 return None
             return self._given.pop(request, None)
 
-    def emit(self, request: str, text: str) -> None:
+    def emit(self, request: str, text: str, device: str | None) -> None:
         """The answer to a request has grown."""
         with self.changed:
             job = self._given.get(request)
         if job is not None and job.emit is not None:
+            job.device = device
             job.emit(text)
 
     def turn(self, state: ModelState) -> None:

@@ -315,4 +315,5 @@ class TranscriptionForm(_Body):
 
     def jobs(self, audio: bytes) -> list[dict[str, Any]]:
         """The plain map for a runner of kind "speech"."""
-        return [{"audio": audio, "language": self.language}]
+        segments = self.response_format == "verbose_json"
+        return [{"audio": audio, "language": self.language, "segments": segments}]

@@ -32,7 +32,7 @@ class Span:
 
     ``ident`` names it in the log and in the answer's ``x-request-id``; ``model`` is a configured
     one; ``code`` is "ok" or why it failed, ``reason`` that more closely; ``first_s`` is when the
-    first part of a stream was there.
+    first part of a stream was there; ``device`` is where it was made, if not on the model's own.
     """
 
     ident: str = "-"
@@ -40,6 +40,7 @@ class Span:
     code: str = "ok"
     reason: str = ""
     first_s: float | None = None
+    device: str | None = None
     began_s: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
 

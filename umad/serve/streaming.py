@@ -127,15 +127,17 @@ async def events(
 class EventStream(StreamingResponse):
     """Sends events; the client's hang-up is the business of who makes them."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes], headers: Mapping[str, str]
+    ) -> None:
         async def made() -> AsyncGenerator[bytes]:
             yield first
             async for event in rest:
                 yield event
 
         self._rest = rest
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(made(), headers=headers, media_type="text/event-stream")
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(made(), headers={**own, **headers}, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Called by the server."""

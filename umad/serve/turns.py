@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import structlog
 
@@ -69,7 +69,7 @@ class Turns:
         at_once: how many jobs it is worth to have here, at work or waiting.
     """
 
-    at_once: ClassVar[int] = 1
+    at_once: int = 1
 
     def __init__(self, desk: Desk, worker: Worker, loaded: Loaded) -> None:
         self._desk: Final = desk
@@ -132,14 +132,15 @@ class Turns:
             UmadError: it is not to begin.
         """
         self._desk.check(job)
+        job.device = self._desk.device
         wait_s = job.deadline_s - time.monotonic()
         if wait_s <= 0:
             raise waited(self._desk.model().name)
         return wait_s
 
     def _done(self, job: Job, result: Mapping[str, Any]) -> None:
-        if self._desk.device is not None:
-            result = {**result, "device": self._desk.device}
+        if job.device is not None:
+            result = {**result, "device": job.device}
         self._queue.answer(job, result=result)
 
     def _failed(self, jobs: list[Job], error: UmadError) -> None:

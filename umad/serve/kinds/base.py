@@ -5,10 +5,11 @@ A refusal is ``InvalidParams``.  A job that was cancelled gives a Result that ho
 until then: its caller has no use for it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
+from umad.core.batching import Bounds
 from umad.errors import InvalidParams, ModelFailed
 
 if TYPE_CHECKING:
@@ -89,12 +90,16 @@ class Prepared:
         rows: how many.
         bytes_needed: the most that it holds when it runs alone, beyond the weights.
         inputs: for its runner.
+        alike: only those that are equal in this go together.
+        passes: how often its forward is repeated, the same for all that are alike.
     """
 
     tokens: int
     rows: int
     bytes_needed: int
     inputs: Any
+    alike: Hashable = None
+    passes: int = 1
 
 
 @runtime_checkable
@@ -108,7 +113,13 @@ class Tells(Protocol):
 
 @runtime_checkable
 class Together(Protocol):
-    """A runner that answers several jobs in one forward."""
+    """A runner that answers several jobs in one forward.
+
+    ``unit``: so many of its tokens are work like one of a text's; ``bounds`` count in those.
+    """
+
+    bounds: Bounds
+    unit: int
 
     def prepare(self, job: Job) -> Prepared:
         """Read a job, once.

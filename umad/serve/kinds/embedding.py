@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from umad.core.batching import Bounds
 from umad.errors import InvalidParams, ModelFailed
 from umad.serve.kinds.base import RUN_BYTES, Cancelled, Job, Prepared, Result, Source, fused
 
@@ -24,6 +25,8 @@ class EmbeddingRunner:
     """An encoder, its tokenizer, and how its tokens become one vector."""
 
     kind = "embedding"
+    bounds = Bounds()
+    unit = 1
 
     def __init__(self, model: Any, tokenizer: Any, folder: Path, resident_bytes: int) -> None:
         self.resident_bytes = resident_bytes
