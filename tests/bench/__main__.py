@@ -21,6 +21,8 @@ KEYS = (
     "isolation",
     "admission",
     "batching",
+    "rivals",
+    "overload",
 )
 
 

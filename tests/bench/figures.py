@@ -42,7 +42,7 @@ def ratio(
         figure,
         value,
         "ratio",
-        f"<= {limit}",
+        f"<= {limit:.4g}",
         statistics.median(theirs),
         len(pairs),
         min(pairs),

@@ -37,6 +37,7 @@ class EmbeddingRunner:
         stated = _read(folder / "sentence_bert_config.json").get("max_seq_length")
         limits = (stated, config.max_position_embeddings, tokenizer.model_max_length)
         self._context = min([limit for limit in limits if limit] or [CONTEXT_UNKNOWN])
+        self._prices = _prices(config, model.dtype.itemsize)
 
     @classmethod
     def load(cls, source: Source, resident: Any) -> "EmbeddingRunner":
@@ -56,19 +57,10 @@ class EmbeddingRunner:
         return self._bytes_for([tokens] * rows)
 
     def _bytes_for(self, sizes: list[int]) -> int:
-        """Of texts of so many tokens.
-
-        Source: the tensors of transformers' encoder layers.  For each padded token residual,
-        normed copy and its float32, queries, keys, values, output, and two of the inner size; a
-        mask of tokens by tokens for each row, and the attention matrix where it is not fused.
-        """
-        config, item = self._model.config, self._model.dtype.itemsize
-        heads = config.num_attention_heads
-        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        held = item * (8 * config.hidden_size + 2 * inner) + 8 * config.hidden_size
-        square = item + 1 + (0 if fused(config) else heads * (item + 8))
+        """Of texts of so many tokens."""
+        held, square, vector = self._prices
         forward = max(rows * length * (held + length * square) for rows, length in _areas(sizes))
-        return int(forward + len(sizes) * config.hidden_size * FLOAT_BYTES) + RUN_BYTES
+        return int(forward + len(sizes) * vector) + RUN_BYTES
 
     def size(self, job: Job) -> tuple[int, int]:
         """Of the largest batch: the padded length, and rows."""
@@ -142,6 +134,23 @@ class EmbeddingRunner:
             pooled = states[places, mask.sum(1) - 1]
         vectors: list[list[float]] = torch.nn.functional.normalize(pooled.float()).tolist()
         return vectors
+
+
+def _prices(config: Any, item: int) -> tuple[int, int, int]:
+    """Bytes of a padded token, of each pair of a row's tokens, and of a vector.
+
+    Asked once: a batch is priced again for each job that may join it, and in transformers a look
+    at a configuration is a search, one at a model's type a walk over its parameters.
+
+    Source: the tensors of transformers' encoder layers.  For each padded token residual, normed
+    copy and its float32, queries, keys, values, output, and two of the inner size; a mask of
+    tokens by tokens for each row, and the attention matrix where it is not fused.
+    """
+    heads = config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    held = item * (8 * config.hidden_size + 2 * inner) + 8 * config.hidden_size
+    square = item + 1 + (0 if fused(config) else heads * (item + 8))
+    return held, square, config.hidden_size * FLOAT_BYTES
 
 
 def _batches(lengths: list[int]) -> Iterator[list[int]]:
