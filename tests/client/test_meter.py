@@ -39,6 +39,20 @@ def guarded(code: str) -> Any:
 
 
 @pytest.mark.slow
+def test_one_that_goes_on_is_measured_anew_against_what_was_held_before_it() -> None:
+    got = guarded("""
+model = take(10)
+start = begin()
+kept = take(4); libc.free(take(8))
+so_far, start = meter.again(start)
+libc.free(take(2))
+rest = end(start)
+answer(so_far=[so_far.bytes // MIB, so_far.exact], rest=rest)
+""")
+    assert got == {"so_far": [12, True], "rest": [6, True, False]}
+
+
+@pytest.mark.slow
 def test_a_forward_took_what_was_live_at_its_highest() -> None:
     got = guarded("""
 kept = take(10)

@@ -83,6 +83,15 @@ def test_it_waits_for_those_that_were_there_and_no_longer_than_the_window():
     assert names(choose(batcher, item("a", arrived_s=0.1), now_s=0.1)) == "a"
 
 
+def test_the_window_begins_when_the_worker_is_free():
+    """Half of a crowd waits while the other half is done: in the end all go together."""
+    batcher = Batcher(WINDOW_S)
+    crowded(batcher, 10)
+    batcher.done(0.05, 10, None)
+    assert choose(batcher, item("a", arrived_s=0.02), now_s=0.05) == 0.05 + WINDOW_S
+    assert names(choose(batcher, item("a", arrived_s=0.02), now_s=0.05 + WINDOW_S)) == "a"
+
+
 def test_it_waits_no_longer_than_what_the_missing_would_save():
     batcher = Batcher(1.0)
     crowded(batcher, 3)

@@ -309,6 +309,22 @@ def test_one_that_fails_leaves_and_the_others_grow_on(tmp_path, daemon):
     run(scenario())
 
 
+def test_what_a_turn_without_end_takes_is_told_as_it_goes_on(tmp_path, daemon):
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"joins": {}})) as engine:
+            model = await ready(tmp_path, engine, "joins")
+            works = [model.ask("a", max_tokens=1 << 30), model.ask("b", max_tokens=1 << 30)]
+            await until(lambda: len(daemon.of("forward_done")) > 2)
+            assert engine.link.status("joins")["work"]["growing"] == 2
+            told = daemon.of("forward_done")[-1]
+            assert (told["tokens"], told["batch"]) == (5, 2)
+            assert 1.0 <= told["seconds"] < 30
+            for work in works:
+                work.cancel()
+
+    run(scenario())
+
+
 def test_bytes_beyond_the_quota_are_booked_for_each_and_given_back_as_it_leaves(tmp_path, daemon):
     """1000 bytes are left of the quota: the first needs 800, the second 600, the third as many."""
     refuse = True

@@ -7,7 +7,7 @@ with a small Llama): it shows nothing about the next ones.
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from umad.client.accounts import process_page
 from umad.client.memory import process_bytes
@@ -81,6 +81,14 @@ class Meter:
             wanted = grown + process_page.requested(start.slot)
             return Took(wanted, exact=False, refused=True)
         return Took(grown, exact=alone)
+
+    def again(self, start: Start) -> tuple[Took, Start]:
+        """What a forward that goes on took until now; it is measured anew from here.
+
+        Still against what was held before it began.
+        """
+        took, fresh = self.end(start), self.begin(start.slot, coarse=False)
+        return took, replace(fresh, held=start.held)
 
     def is_first(self, work: int) -> bool:
         """Whether a forward of so much work that went well was the first so large; once."""

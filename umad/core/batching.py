@@ -13,8 +13,9 @@ batching does not pay: then batches stay small by themselves.  Rules:
 3. a batch that could take no more begins at once.  So does one when as many wait as have lately
    been there together: nobody else can come.  A lone request on an idle worker therefore never
    waits;
-4. else it waits for the others: until its oldest has waited for the window, and no longer than
-   what they would save together;
+4. else it waits for the others: until its oldest has waited for the window with the worker idle,
+   and no longer than what they would save together.  Who came during a forward waits so, too: its
+   neighbours of that forward are just being answered, and ask again;
 5. one whose deadline has passed is not begun.
 
 Stays out: the jobs themselves, who cancels them, clocks and threads.
@@ -202,7 +203,7 @@ class Batcher:
         if not missing:
             return Batch(batch, Why.ALL)  # 3
         saved_s = missing * batch[0].passes * self.pace.overhead_s
-        until_s = oldest_s + min(self._window_s, saved_s)  # 4
+        until_s = max(oldest_s, self._idle_since_s) + min(self._window_s, saved_s)  # 4
         if now_s < until_s:
             return until_s
         self._crowd = (self._crowd + len(live)) // 2

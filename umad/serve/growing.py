@@ -19,7 +19,7 @@ from typing import Any, Final
 import structlog
 
 from umad.client.burst import Burst
-from umad.client.meter import Took
+from umad.client.meter import Start, Took
 from umad.client.worker import Worker
 from umad.core.cost import Sample
 from umad.errors import UmadError, WorkerRevoked
@@ -31,19 +31,23 @@ from umad.serve.translate import Poisoned, translated
 from umad.serve.turns import Desk, Turns
 
 ROWS_MAX: Final = 64
+REPORT_S: Final = 1.0  # of a turn that goes on
 RETRY_S: Final = 0.1  # between two attempts to book the next one's bytes
 log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One turn so far: its jobs, and what is told of it afterwards.
+    """One turn: its jobs, and what is told of it next; it may last for hours under load.
 
-    ``tokens`` and ``rows`` are those of the step with the most of both; ``predicted`` the most
-    bytes that its answers were expected to take; ``whole``: nothing has failed.
+    ``start`` and ``began_s`` are where that began to be measured; ``tokens`` and ``rows`` those
+    of the step with the most of both since; ``predicted`` the most bytes that its answers were
+    expected to take; ``whole``: nothing has failed.
     """
 
     jobs: list[Job]
+    start: Start
+    began_s: float
     tokens: int = 0
     rows: int = 0
     predicted: int = 0
@@ -81,12 +85,13 @@ class Growing(Turns):
                 return jobs
 
     def _work(self, jobs: list[Job]) -> None:
-        worker, turn = self._worker, _Turn(jobs)
+        worker = self._worker
         quota = self._desk.model().quota
         self._held = quota - self._loaded.room(worker, quota)
         self._retry_s = 0.0
         worker.share_cores()
-        start, began_s = worker.meter.begin(worker.account, coarse=False), time.monotonic()
+        start = worker.meter.begin(worker.account, coarse=False)
+        turn = _Turn(jobs, start, time.monotonic())
         try:
             self._join_first(turn)
             while self._rows:
@@ -96,13 +101,15 @@ class Growing(Turns):
                 self._drop_left(turn)
                 if self._rows:
                     self._step(turn)
+                if time.monotonic() - turn.began_s >= REPORT_S:
+                    self._tell_so_far(turn)
         finally:
             for name in self._rows:  # after a fault of our own, which is their answer
                 self._generation.leave(name)
             self._rows.clear()
             self._fit()
             self._desk.figures.growing = 0
-            self._report(turn, worker.meter.end(start), time.monotonic() - began_s)
+            self._report(turn, worker.meter.end(turn.start), time.monotonic() - turn.began_s)
 
     # --- joining ----------------------------------------------------------------------------
 
@@ -266,6 +273,14 @@ class Growing(Turns):
                 self._loaded.place.release()  # or torch keeps the segments
                 self._leases.remove(lease)
                 lease.release()
+
+    def _tell_so_far(self, turn: _Turn) -> None:
+        """While it goes on: else the cost model would learn of a busy model nothing, for hours."""
+        took, turn.start = self._worker.meter.again(turn.start)
+        now_s = time.monotonic()
+        self._report(turn, took, now_s - turn.began_s)
+        turn.began_s, turn.tokens, turn.rows = now_s, 0, 0
+        turn.predicted, turn.whole = self._need(), True
 
     def _report(self, turn: _Turn, took: Took, seconds: float) -> None:
         """Tell the daemon and the cost model, as of a forward."""
