@@ -35,7 +35,8 @@ def test_its_links_lead_somewhere() -> None:
 
 
 def _into(folder: Path, words: list[str]) -> list[str]:
-    return ["-o", str(folder / "kept.tar.gz")] if words[1:] == ["snapshot"] else []
+    kept = {"snapshot": "kept.tar.gz", "report": "hour.html"}
+    return ["-o", str(folder / kept[words[1]])] if words[1] in kept else []
 
 
 @pytest.mark.slow
@@ -49,6 +50,9 @@ def test_every_command_runs(tmp_path: Path) -> None:
         "umad up --config FILE",
         "umadctl evict llama",
         "umadctl run --name comfy --quota 20GiB -- CMD",
+        "umadctl top",
+        "umadctl events",
+        "umadctl report",
         "umadctl snapshot",
     ]
     assert shutil.which("make")
