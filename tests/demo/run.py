@@ -305,6 +305,8 @@ def keep_serving(machine: Machine) -> None:
         "  -H 'content-type: application/json' \\\n"
         '  -d \'{"model": "llama", "messages": [{"role": "user", "content": "hello"}]}\'\n'
         f".venv/bin/umadctl --socket {machine.socket} status\n"
+        f".venv/bin/umadctl --socket {machine.socket} top\n"
+        f"xdg-open http://{machine.address}/   # the live picture in a browser\n"
         f"tail -f {machine.log}",
         flush=True,
     )
