@@ -1,5 +1,7 @@
 """The unit files as text, and the files that lie beside them: no root, no systemd."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ UNITS = {path.name: path.read_text() for path in (PROJECT / "systemd").iterdir()
 SERVICES = ("umad.service", "umad-serve.service")
 # Settings that take something away, and so need a reason for whoever meets the refusal.
 HARDENING = (
-    "AmbientCapabilities", "Capability", "Device", "Inaccessible", "Limit", "Lock", "MemoryDeny",
-    "NoNew", "Private", "Proc", "Protect", "Restrict", "SystemCall", "TasksMax",
+    "AmbientCapabilities", "Capability", "Device", "IPAddress", "Inaccessible", "Limit", "Lock",
+    "MemoryDeny", "NoNew", "Private", "Proc", "Protect", "RemoveIPC", "Restrict", "SystemCall",
+    "TasksMax",
 )  # fmt: skip
 
 
@@ -115,6 +118,16 @@ def test_every_restriction_stands_below_a_reason(unit: str) -> None:
             reason = False
         elif line.startswith(HARDENING):
             assert reason, line
+
+
+def test_the_daemon_is_exposed_to_little() -> None:
+    """2.0 of 10 at most, by systemd's own judgement."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze not found: apt-get install systemd")
+    unit = str(PROJECT / "systemd/umad.service")
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", unit]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr
 
 
 def test_only_ends_that_a_restart_cannot_mend_are_final() -> None:
