@@ -1,4 +1,4 @@
-"""Birth, death and resurrection of the daemon: sockets, exit codes, books after a restart."""
+"""Birth, death and resurrection of the daemon: sockets (R3, R4), exit codes, books afterwards."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The daemon towards a service manager that the test plays: one datagram socket, no root."""
+"""The daemon towards a service manager that the test plays (R1): one datagram socket, no root."""
 
 import ctypes
 import itertools

@@ -1,4 +1,4 @@
-"""The unit files as text, and the files that lie beside them: no root, no systemd."""
+"""The unit files as text, and the files that lie beside them (R2): no root, no systemd."""
 
 import shutil
 import subprocess
