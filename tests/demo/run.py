@@ -44,6 +44,7 @@ GREEDY_QUOTA: Final = "256MiB"
 GREED: Final = "1GiB"
 READY_WITHIN_S: Final = 180.0
 KILL_WITHIN_S: Final = 0.1
+ROUND_WITHIN_S: Final = 60.0
 
 
 class Broken(Exception):
@@ -222,6 +223,16 @@ class Traffic:
         for thread in self._threads:
             thread.join()
 
+    def another_round(self) -> None:
+        """Wait until each has answered a request that began after this call, or one has failed."""
+        enough = {name: count + 2 for name, count in self.answered.items()}  # one is under way
+        pause = threading.Event()
+        deadline_s = time.monotonic() + ROUND_WITHIN_S
+        while not self.failed and any(self.answered[name] < enough[name] for name in enough):
+            if time.monotonic() > deadline_s:
+                raise Broken(f"not each of the five answered within {ROUND_WITHIN_S:.0f} s")
+            pause.wait(0.05)
+
     def _keep_asking(self, name: str) -> None:
         while not self._stop.is_set():
             answer = ask.FIVE[name](self._address, name)
@@ -245,15 +256,7 @@ def let_one_be_greedy(machine: Machine, events: "queue.SimpleQueue[dict[str, Any
             say(f"greedy (pid {greedy.pid}): {line.strip()}")
         code = greedy.wait(60)
         stopped = wait_for_stop(events, greedy.pid)
-        # A little longer, so that "all the while" includes the time after.
-        enough = {name: count + 1 for name, count in traffic.answered.items()}
-        wait_until(
-            lambda: (
-                all(traffic.answered[name] >= count for name, count in enough.items())
-                or bool(traffic.failed)
-            ),
-            60,
-        )
+        traffic.another_round()  # "all the while" includes the time after
     print_timeline(stopped, code)
     counts = ", ".join(f"{name} {count}" for name, count in traffic.answered.items())
     say(f"answered meanwhile: {counts}; failed: {len(traffic.failed)}")
@@ -326,13 +329,6 @@ def wait_for_stop(events: "queue.SimpleQueue[dict[str, Any]]", pid: int) -> dict
         if event["name"] == "stopped" and event["pid"] == pid:
             return event
     raise Broken("the daemon told of no stop")
-
-
-def wait_until(condition: Any, within_s: float) -> None:
-    pause = threading.Event()
-    deadline_s = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline_s:
-        pause.wait(0.05)
 
 
 def print_log(path: Path) -> None:

@@ -1,15 +1,15 @@
 """The Debian package, built and then used in clean systems: a real systemd, no network."""
 
-import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
+from tests.packaging.conftest import NEWER
+from tests.packaging.debian import APT, UNITS, journal, show, traces, workers
 from tests.packaging.needs import PROJECT, clean_root, give_up, need
 from tests.systemd.conftest import PERMISSIVE
 from tests.systemd.container import Container, Unavailable, container, wait_until, why_unavailable
@@ -17,47 +17,11 @@ from umad import __version__
 
 pytestmark = [pytest.mark.package, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NEWER: Final = f"{__version__}+next"
-APT: Final = "DEBIAN_FRONTEND=noninteractive apt-get -qq -y"
-UNITS: Final = "umad.service umad.socket umad-compact.path umad-serve.service"
 # Stands for an environment with torch; a worker with memory of its own, as the service's user.
 SERVE: Final = """\
 #!/bin/sh
 PYTHONPATH=/usr/lib/umad exec python3 /srv/scripts/standin.py model 8
 """
-
-
-@pytest.fixture(scope="module")
-def deb() -> Path:
-    """The package, built from the sources as they are."""
-    need("dh", "debhelper")
-    done = subprocess.run(
-        [PROJECT / "packaging/build-deb"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [built] = PROJECT.glob(f"dist/umad_{__version__}_*.deb")
-    return built
-
-
-@pytest.fixture(scope="module")
-def packages(deb: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with umad.deb and newer.deb, the same with a higher version."""
-    folder = tmp_path_factory.mktemp("packages")
-    shutil.copy(deb, folder / "umad.deb")
-    tree = folder / "tree"
-    subprocess.run(["dpkg-deb", "--raw-extract", deb, tree], check=True)
-    for file in ("DEBIAN/control", "usr/lib/umad/umad/__init__.py"):
-        text = (tree / file).read_text()
-        assert __version__ in text
-        (tree / file).write_text(text.replace(__version__, NEWER, 1))
-    subprocess.run(
-        ["dpkg-deb", "--build", "--root-owner-group", "-Znone", tree, folder / "newer.deb"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    shutil.rmtree(tree)
-    folder.chmod(0o755)
-    return folder
 
 
 @pytest.fixture(params=["bookworm", "trixie"])
@@ -71,25 +35,6 @@ def debian(request: pytest.FixtureRequest, packages: Path) -> Iterator[Container
             yield booted
     except Unavailable as error:
         give_up(str(error))
-
-
-def show(debian: Container, unit: str, field: str) -> str:
-    return debian.run(f"systemctl show --value -p {field} {unit}").stdout.strip()
-
-
-def traces(debian: Container) -> str:
-    """Every file and account that has umad in its name."""
-    accounts = "(getent passwd; getent group) | grep umad || true"
-    return debian.run(f"find / /run /tmp /dev/shm -xdev -name '*umad*'; {accounts}").stdout
-
-
-def workers(debian: Container) -> list[tuple[Any, ...]]:
-    state = json.loads(debian.run("umadctl status --json").stdout)
-    return [(one["name"], one["pid"], one["state"]) for one in state["workers"]]
-
-
-def journal(debian: Container, unit: str) -> str:
-    return debian.run(f"journalctl --sync; journalctl -o cat -u {unit}").stdout
 
 
 def test_lintian_has_nothing_to_say(deb: Path) -> None:
@@ -175,7 +120,7 @@ def _start(debian: Container) -> None:
     debian.run("sed -i 's/^#interval = .*/interval = \"100ms\"/' /etc/umad/umad.toml")
     # The container cannot set what the package asks for; its first start says so.
     assert debian.run("systemctl start umad", check=False).returncode != 0
-    assert "sysctl -w vm.swappiness=1" in journal(debian, "umad")
+    assert "sysctl -w vm.swappiness=1" in journal(debian, "-u umad")
     debian.run("mkdir -p /run/systemd/system/umad.service.d")
     debian.path("/run/systemd/system/umad.service.d/test.conf").write_text(PERMISSIVE)
     debian.run("systemctl daemon-reload; systemctl start umad")
@@ -187,7 +132,7 @@ def _serve(debian: Container) -> None:
     assert debian.run("systemctl start umad-serve", check=False).returncode != 0
     assert show(debian, "umad-serve", "ExecMainStatus") == "78"
     assert show(debian, "umad-serve", "NRestarts") == "0"
-    recipe = re.search(r'pip install "(/.+\.whl)\[serve\]"', journal(debian, "umad-serve"))
+    recipe = re.search(r'pip install "(/.+\.whl)\[serve\]"', journal(debian, "-u umad-serve"))
     assert recipe is not None
     assert debian.path(recipe[1]).exists()
     debian.run("mkdir -p /opt/umad-serve/bin")
@@ -195,7 +140,7 @@ def _serve(debian: Container) -> None:
     program.write_text(SERVE)
     program.chmod(0o755)
     debian.run("systemctl start umad-serve")
-    assert "holds another version" in journal(debian, "umad-serve")
+    assert "holds another version" in journal(debian, "-u umad-serve")
     assert workers(debian) == [("model", int(show(debian, "umad-serve", "MainPID")), "ready")]
 
 

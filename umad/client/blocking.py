@@ -88,7 +88,7 @@ class Client:
         self._new_locks()
         self._closing = threading.Event()
         self._callbacks: defaultdict[str, list[Callback]] = defaultdict(list)
-        self._workers: set[Worker] = set()
+        self._workers: dict[Worker, None] = {}  # in the order of their registration
         self._segments_due_s = 0.0
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
@@ -219,7 +219,7 @@ class Client:
             if self.on_unavailable == "deny":
                 raise
         with self._lock:
-            self._workers.add(worker)
+            self._workers[worker] = None
         self._mailbox.wake()  # the connection may have changed since
         return worker
 
@@ -313,7 +313,7 @@ class Client:
     def forget(self, worker: Worker) -> None:
         """The worker is closed; do not register it again."""
         with self._lock:
-            self._workers.discard(worker)
+            self._workers.pop(worker, None)
 
     def end(self, hold: Hold, *, leaked: bool, method: str = "release") -> None:
         """End a lease, now or, without a connection, as soon as there is one."""
