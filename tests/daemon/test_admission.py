@@ -1,6 +1,8 @@
 """Admission with real processes: the init mutex, models that go for each other, recovery."""
 
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -132,6 +134,17 @@ def test_a_configuration_is_read_again_and_a_bad_one_changes_nothing(daemon: Dae
         assert daemon.wait_for("not_reloaded")
         daemon.config.write_text(good)
         assert admin.call("reload")["changed"] == ["memory.budget"]
+
+
+def test_a_hangup_signal_has_it_read_again_too(daemon: Daemon) -> None:
+    good = CONFIG.format(socket=daemon.socket, more="")
+    daemon.config.write_text(good.replace("2GiB", "1GiB"))
+    os.kill(daemon.pid, signal.SIGHUP)
+    eventually(lambda: daemon.status()["pools"][0]["budget"] == 1024 * MIB)
+    daemon.config.write_text("[nonsense]")
+    os.kill(daemon.pid, signal.SIGHUP)
+    assert "nonsense" in daemon.wait_for("not_reloaded")["why"]
+    assert daemon.status()["pools"][0]["budget"] == 1024 * MIB
 
 
 def test_fifty_workers_are_back_before_anything_new_is_granted(daemon: Daemon) -> None:

@@ -376,20 +376,31 @@ class Daemon:
             case Remember() | Reshape() | RememberStop():
                 self._keep(action)
 
-    def _reload(self, connection: int, request: int) -> None:
-        """Go by the file as it is now; a bad one changes nothing."""
+    def reload(self) -> reloading.Reloaded:
+        """Go by the file as it is now; a bad one changes nothing.
+
+        Raises:
+            ConfigError: it cannot be used; the log says so, too.
+        """
         try:
             reloaded = reloading.take(self._settings, self._reread())
         except ConfigError as error:
             self._happened("not_reloaded", "error", why=error.message)
+            raise
+        self._settings = reloaded.settings
+        models_left_out = replace(reloaded.settings, models=())  # they are umad-serve's
+        self._do(self.engine.reconfigure(models_left_out, self._loop.time()))
+        return reloaded
+
+    def _reload(self, connection: int, request: int) -> None:
+        try:
+            answer = self.reload().answer()
+        except ConfigError as error:
             # All problems are in the text; the list of them may be longer than a message.
             told = ConfigError(error.message[:_TOLD_MAX])
             self._perform(Refuse(connection, request, told))
-            return
-        self._settings = reloaded.settings
-        models_left_out = replace(reloaded.settings, models=())  # they are umad-serve's
-        self._perform(Reply(connection, request, reloaded.answer()))
-        self._do(self.engine.reconfigure(models_left_out, self._loop.time()))
+        else:
+            self._perform(Reply(connection, request, answer))
 
     def _keep(self, action: Remember | Reshape | RememberStop) -> None:
         match action:

@@ -7,6 +7,7 @@ same would happen again.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -185,7 +186,7 @@ async def _serve(settings: Settings, options: Options, looked: Passed) -> int:
     # First of all: from here on a signal leaves nothing behind.
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, _end_once, ended)
-    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # whoever reloads so waits for an answer
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # until there is something to reload
     log = logs.configure(options.log_format)
     if not procs.lock_memory():
         log.info("memory_not_locked", why="RLIMIT_MEMLOCK; the daemon can be swapped out")
@@ -227,6 +228,7 @@ async def _serve(settings: Settings, options: Options, looked: Passed) -> int:
             fill_rate=measure_fill_rate(),
             ended=ended,
         )
+        loop.add_signal_handler(signal.SIGHUP, _reload, daemon)
         control = listen.adopt(sockets) if listener is None else listener.socket
         return await daemon.run(control, None if scraped is None else scraped.socket)
     finally:
@@ -239,6 +241,12 @@ def _state_folder(settings: Settings, environment: Mapping[str, str]) -> Path:
     """What is configured, else what systemd made (StateDirectory=), else beside the socket."""
     given = settings.daemon.state or environment.get("STATE_DIRECTORY", "").partition(":")[0]
     return Path(given or Path(settings.daemon.socket).parent)
+
+
+def _reload(daemon: Daemon) -> None:
+    """As ``umadctl reload`` does; whoever sends a signal finds in the log what is wrong."""
+    with contextlib.suppress(ConfigError):
+        daemon.reload()
 
 
 def _end_once(ended: asyncio.Future[int]) -> None:
