@@ -11,6 +11,7 @@ import pytest
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine
 from tests.daemon.running import eventually, running
+from umad.client.memory import give_back
 from umad.daemon import timeline
 from umad.daemon.timeline import SAMPLE_EVERY_S, WORKERS_MAX, Timeline
 from umad.wire.connection import Connection
@@ -146,6 +147,7 @@ def crosses_the_wire(answer: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_daemon_gives_it_to_anybody_who_may_connect(tmp_path: Path) -> None:
     with running(tmp_path) as daemon, daemon.client() as client:
+        give_back()  # what earlier tests left in this process would go meanwhile
         worker = client.worker("llama", quota="64MiB")
         model = worker.load(lambda: bytearray(b"x") * (32 << 20))
         client.call("status")

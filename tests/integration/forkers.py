@@ -107,7 +107,7 @@ def forks(client: Client, quota: str, size: str, count: str) -> None:
         say("child", child(nothing))
     step()
     model.map.close()
-    hold = worker._kept.let_go()
+    hold = worker.bond.kept.let_go()
     assert hold is not None
     client.end(hold, leaked=False)
     say("released")
@@ -118,7 +118,7 @@ def lie(client: Client, quota: str, size: str) -> None:
     """Says that it gave everything back, and keeps it."""
     worker = client.worker("liar", quota=quota)
     model = worker.load(lambda: Pages(int(size) * MIB))
-    hold = worker._kept.let_go()
+    hold = worker.bond.kept.let_go()
     assert hold is not None
     client.end(hold, leaked=False)
     say("released")

@@ -222,7 +222,7 @@ def fragments(client: Client) -> None:
     kept = blocks.blocks[::500]
     blocks.blocks.clear()
     # By word alone, as a program does that does not know of trimming.
-    hold = worker._kept.let_go()
+    hold = worker.bond.kept.let_go()
     assert hold is not None
     client.end(hold, leaked=False)
     say("unloaded", process_bytes() // MIB)

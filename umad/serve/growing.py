@@ -42,7 +42,8 @@ class _Turn:
 
     ``start`` and ``began_s`` are where that began to be measured; ``tokens`` and ``rows`` those
     of the step with the most of both since; ``predicted`` the most bytes that its answers were
-    expected to take; ``whole``: nothing has failed.
+    expected to take; ``whole``: nothing has failed; ``left``: an answer has ended; ``joined`` and
+    ``carried``: the longest that has joined since, and that had joined before.
     """
 
     jobs: list[Job]
@@ -52,6 +53,14 @@ class _Turn:
     rows: int = 0
     predicted: int = 0
     whole: bool = True
+    left: bool = False
+    joined: int = 0
+    carried: int = 0
+
+    @property
+    def shows_all(self) -> bool:
+        """What was measured holds the reading of the longest prompt, which takes most."""
+        return self.whole and self.joined >= self.carried
 
     def see(self, tokens: int, rows: int) -> None:
         if tokens * rows > self.tokens * self.rows:
@@ -101,7 +110,7 @@ class Growing(Turns):
                 self._drop_left(turn)
                 if self._rows:
                     self._step(turn)
-                if time.monotonic() - turn.began_s >= REPORT_S:
+                if turn.left and time.monotonic() - turn.began_s >= REPORT_S:
                     self._tell_so_far(turn)
         finally:
             for name in self._rows:  # after a fault of our own, which is their answer
@@ -124,7 +133,7 @@ class Growing(Turns):
             turn.jobs.remove(job)
             self._failed([job], error)
         else:
-            self._join(job)
+            self._join(turn, job)
 
     def _join_more(self, turn: _Turn) -> None:
         queue = self._queue
@@ -149,14 +158,15 @@ class Growing(Turns):
             full = len(self._rows) + 1 == ROWS_MAX
             for claimed in queue.claim([job.request], full=full):  # unless it has left meanwhile
                 turn.jobs.append(claimed)
-                self._join(claimed)
+                self._join(turn, claimed)
 
     def _read(self, job: Job) -> None:
         if job.prepared is None:
             with translated(self._desk.name, "job"):
                 job.prepared = self._runner.prepare(job.data)
 
-    def _join(self, job: Job) -> None:
+    def _join(self, turn: _Turn, job: Job) -> None:
+        turn.joined = max(turn.joined, job.prepared.tokens)
         job.device = self._desk.device
         name = self._generation.join(job.prepared, lambda: job.cancelled, job.emit)
         self._rows[name] = job
@@ -255,6 +265,7 @@ class Growing(Turns):
 
     def _leave(self, turn: _Turn, name: Any) -> Job:
         job = self._rows.pop(name)
+        turn.left = True
         self._generation.leave(name)
         self._desk.figures.growing = len(self._rows)
         self._retry_s = 0.0
@@ -275,19 +286,23 @@ class Growing(Turns):
                 lease.release()
 
     def _tell_so_far(self, turn: _Turn) -> None:
-        """While it goes on: else the cost model would learn of a busy model nothing, for hours."""
+        """While it goes on: else the cost model would learn of a busy model nothing, for hours.
+
+        Only when one has left: until then what was measured since the first joined says most.
+        """
         took, turn.start = self._worker.meter.again(turn.start)
         now_s = time.monotonic()
         self._report(turn, took, now_s - turn.began_s)
         turn.began_s, turn.tokens, turn.rows = now_s, 0, 0
-        turn.predicted, turn.whole = self._need(), True
+        turn.predicted, turn.whole, turn.left, turn.joined = self._need(), True, False, 0
+        turn.carried = max((job.prepared.tokens for job in self._rows.values()), default=0)
 
     def _report(self, turn: _Turn, took: Took, seconds: float) -> None:
         """Tell the daemon and the cost model, as of a forward."""
         if not turn.rows:
             return
         first = turn.whole and self._worker.meter.is_first(turn.tokens * turn.rows)
-        exact = turn.whole and took.exact and not first
+        exact = turn.shows_all and took.exact and not first
         peak = max(took.bytes, turn.predicted + 1) if took.refused else took.bytes
         report = {
             "predicted": turn.predicted,
