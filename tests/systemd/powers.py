@@ -4,6 +4,7 @@ powers.py PID: PID is a process of another user, which is killed in the end.
 """
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,15 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+
+def _gpu() -> None:
+    """A node of NVIDIA's that the policy lets through has no driver here; a closed one is EPERM."""
+    try:
+        os.close(os.open("/dev/nvidia0", os.O_RDWR))
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
 
 
 def main() -> None:
@@ -46,6 +56,7 @@ def main() -> None:
         "fd": lambda: [link.readlink() for link in (process / "fd").iterdir()],
         "fdinfo": (process / "fdinfo/0").read_text,
         "debugfs": lambda: content("/sys/kernel/debug"),
+        "gpu": _gpu,
         "home": Path("/home/someone/model/config.json").read_text,
         "sysfs": lambda: content("/sys/class"),
         "pressure": pressure_trigger,
