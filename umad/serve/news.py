@@ -26,6 +26,7 @@ _SENTENCES: Final[dict[str, tuple[str, str]]] = {
     "evicting": ("", "{worker} is asked to go: {reason}"),
     "evict_cancelled": ("", "{worker} may stay"),
     "evict_missed": ("warn", "{worker} did not go in time, and stays"),
+    "refused": ("warn", "{worker} was refused {asked_bytes}: {why}"),
     "revoked": ("bad", "{worker} is told to stop: it holds {measured_bytes} of {limit_bytes}"),
     "complied": ("good", "{worker} is within its limit again"),
     "stopped": ("bad", "{worker} was stopped with {measured_bytes} of {limit_bytes}: {fence}"),
@@ -57,7 +58,7 @@ _FENCES: Final = {
     "sigkill": "its process was killed",
     "exit": "it has ended",
 }
-_UNTOLD: Final = frozenset({"seq", "name", "unix_s"})
+_UNTOLD: Final = frozenset({"seq", "name", "unix_s", "level"})
 
 
 class _Fields(dict[str, str]):
