@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from umad.core.batching import (
+    APART_MAX,
     AREA_MIN,
     OVERHEAD_TOKENS,
     PADDED_MAX,
     QUIET_WINDOWS,
     STRETCH,
+    WORTH,
     Batch,
     Batcher,
     Bounds,
@@ -23,6 +25,8 @@ from umad.core.batching import (
 )
 
 WINDOW_S = 0.0125
+SHORT_S = 0.005
+"""A window that is over before a forward's own part, of which the first guess is 6.4 ms."""
 LONG_S = 1e9
 PLENTY = 1 << 40
 
@@ -70,33 +74,93 @@ def test_all_that_wait_go_together_at_once_when_nobody_else_is_about():
 
 
 def test_it_waits_for_those_that_were_there_and_no_longer_than_the_window():
-    batcher = Batcher(WINDOW_S)
+    batcher = Batcher(SHORT_S)
     crowded(batcher, 10)
-    assert choose(batcher, item("a", arrived_s=0.01), now_s=0.01) == 0.01 + WINDOW_S
-    assert choose(batcher, item("a", arrived_s=0.01), now_s=0.015) == 0.01 + WINDOW_S
-    choice = choose(batcher, item("a", arrived_s=0.01), now_s=0.01 + WINDOW_S)
+    assert choose(batcher, item("a", arrived_s=0.01), now_s=0.01) == 0.01 + SHORT_S
+    assert choose(batcher, item("a", arrived_s=0.01), now_s=0.012) == 0.01 + SHORT_S
+    choice = choose(batcher, item("a", arrived_s=0.01), now_s=0.01 + SHORT_S)
     assert (names(choice), choice.why) == ("a", Why.WINDOW)
-    # In vain: so fewer are expected, and after some of that nobody.
-    for now_s in (0.03, 0.05, 0.07, 0.09):
+
+
+def test_after_a_wait_in_vain_the_next_ones_begin_without_and_then_more_of_them():
+    batcher = Batcher(SHORT_S)
+    crowded(batcher, 500)
+    begun, now_s = [], 0.0
+    for _ in range(2 + 1 + 3 + 2 * APART_MAX):
+        now_s += 0.001
+        one = item("a", arrived_s=now_s)
+        choice = choose(batcher, one, now_s=now_s)
+        if isinstance(choice, float):
+            now_s = choice
+            choice = choose(batcher, one, now_s=now_s)
+        begun.append(choice.why)
         batcher.done(now_s, 10, None)
-        choose(batcher, item("a", arrived_s=now_s), now_s=now_s + WINDOW_S)
-    assert names(choose(batcher, item("a", arrived_s=0.1), now_s=0.1)) == "a"
+    tries = [at for at, why in enumerate(begun) if why is Why.WINDOW]
+    assert tries == [0, 2, 6, 14, 30, 30 + 1 + APART_MAX]
+    assert {why for why in begun if why is not Why.WINDOW} == {Why.APART}
 
 
-def test_the_window_begins_when_the_worker_is_free():
+def test_a_wait_pays_where_all_come_before_the_worker_has_rested_for_long():
+    for rested_s, paid in ((0.9, True), (1.1, False)):
+        batcher = Batcher(1.0)
+        crowded(batcher, 2)
+        rest_s = rested_s * batcher.pace.overhead_s
+        a = item("a", arrived_s=rest_s / 2)
+        assert isinstance(choose(batcher, a, now_s=a.arrived_s), float)
+        choice = choose(batcher, a, item("b", arrived_s=rest_s), now_s=rest_s)
+        assert (names(choice), choice.why) == ("ab", Why.ALL)
+        batcher.done(1.0, 20, None)
+        waits = choose(batcher, item("c", arrived_s=1.0), now_s=1.0)
+        assert isinstance(waits, float) is paid
+        if not paid:
+            assert (names(waits), waits.why) == ("c", Why.APART)
+
+
+def test_those_that_come_apart_take_turns_by_halves_that_are_worth_it():
+    worth = int(WORTH * Pace().overhead_tokens)
+    for tokens, halves in ((worth, True), (worth // 4, False)):
+        batcher = Batcher(SHORT_S)
+        crowded(batcher, 9)
+        choose(batcher, item("x"), now_s=0.0)
+        assert choose(batcher, item("x"), now_s=SHORT_S).why is Why.WINDOW  # in vain
+        batcher.done(SHORT_S, 10, None)
+        three = [item(name, tokens, SHORT_S) for name in "abc"]  # and x is answered
+        choice = choose(batcher, *three, now_s=SHORT_S)
+        assert (names(choice), choice.why) == ("ab" if halves else "abc", Why.APART)
+
+
+def test_the_wait_begins_when_the_worker_is_free():
     """Half of a crowd waits while the other half is done: in the end all go together."""
-    batcher = Batcher(WINDOW_S)
+    batcher = Batcher(SHORT_S)
     crowded(batcher, 10)
     batcher.done(0.05, 10, None)
-    assert choose(batcher, item("a", arrived_s=0.02), now_s=0.05) == 0.05 + WINDOW_S
-    assert names(choose(batcher, item("a", arrived_s=0.02), now_s=0.05 + WINDOW_S)) == "a"
+    assert choose(batcher, item("a", arrived_s=0.02), now_s=0.05) == 0.05 + SHORT_S
+    assert names(choose(batcher, item("a", arrived_s=0.02), now_s=0.05 + SHORT_S)) == "a"
 
 
-def test_it_waits_no_longer_than_what_the_missing_would_save():
+def test_it_waits_no_longer_than_what_the_missing_save_which_is_one_forward():
     batcher = Batcher(1.0)
     crowded(batcher, 3)
-    assert choose(batcher, item("a"), item("b")) == pytest.approx(batcher.pace.overhead_s)
-    assert choose(batcher, item("a")) == pytest.approx(2 * batcher.pace.overhead_s)
+    for missing in (1, 2):
+        there = [item(str(one)) for one in range(3 - missing)]
+        assert choose(batcher, *there) == pytest.approx(batcher.pace.overhead_s)
+
+
+def test_where_nothing_is_padded_each_costs_what_it_is_and_long_ones_still_go_apart():
+    many = [*(item(f"{one:x}") for one in range(12)), item("L", 30)]
+    assert len(choose(Batcher(WINDOW_S), *many).items) == 12
+    assert len(choose(Batcher(WINDOW_S, Bounds(padded=False)), *many).items) == 13
+    few = [item("a"), item("b", 20)]
+    for padded, together in ((True, "a"), (False, "ab")):
+        batcher = Batcher(WINDOW_S, Bounds(padded=padded))
+        for area in (10, 100, 1000):
+            batcher.done(0.0, area, area * 1e-3)  # a forward's own part is next to nothing
+        assert names(choose(batcher, *few)) == together
+    unpadded = Batcher(WINDOW_S, Bounds(area_max=100, padded=False))
+    assert names(choose(unpadded, item("a", 40), item("b", 30), item("c", 30))) == "bca"
+    assert (
+        names(choose(Batcher(WINDOW_S, Bounds(padded=False)), *many[:4], item("L", 100))) == "0123"
+    )
 
 
 def test_after_some_rest_nobody_is_expected():

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.daemon.running import eventually
 from umad.errors import ProbeError
 from umad.host.memory import MachineProbe
 from umad.host.procs import (
@@ -160,6 +161,28 @@ def test_a_process_is_followed_to_its_end(child):
     last = table.read(identity)
     assert not last.alive
     assert last.bytes.value == 0
+    table.close()
+
+
+def test_a_process_that_stands_still_is_not_parsed_again(child):
+    table = ProcessTable()
+    identity = identity_of(child.pid)
+    assert eventually(lambda: table.read(identity) is table.read(identity))
+    table.close()
+
+
+def test_a_process_that_moves_is_read_anew():
+    table = ProcessTable()
+    ours = identity_of(os.getpid())
+    sizes = [table.read(ours).bytes.value]
+    taken = bytearray(64 * MIB)
+    taken[::4096] = b"1" * len(taken[::4096])
+    sizes.append(table.read(ours).bytes.value)
+    del taken
+    sizes.append(table.read(ours).bytes.value)
+    before, high, after = (size or 0 for size in sizes)
+    assert high - before > 56 * MIB
+    assert high - after > 56 * MIB
     table.close()
 
 

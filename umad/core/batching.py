@@ -14,9 +14,14 @@ batching does not pay: then batches stay small by themselves.  Rules:
    been there together: nobody else can come.  A lone request on an idle worker therefore never
    waits;
 4. else it waits for the others: until its oldest has waited for the window with the worker idle,
-   and no longer than what they would save together.  Who came during a forward waits so, too: its
-   neighbours of that forward are just being answered, and ask again;
-5. one whose deadline has passed is not begun.
+   and no longer than a forward's own part, which is all that they save by coming together.  Who
+   came during a forward waits so, too: its neighbours of that forward are just being answered, and
+   ask again;
+5. where that did not pay, since not all came or the worker rested for longer than that part, the
+   next ones begin without waiting: one, then three, then seven.  Those that are there and those of
+   the forward before then take turns, by halves where a half is worth a forward: some are computed
+   while the others are answered and ask again, and the worker never rests;
+6. one whose deadline has passed is not begun.
 
 Stays out: the jobs themselves, who cancels them, clocks and threads.
 """
@@ -31,6 +36,9 @@ AREA_MAX: Final = 8192
 STRETCH: Final = 8.0
 PADDED_MAX: Final = 1.5
 """Padded tokens of a batch, over the real ones, at most."""
+LONGEST_MAX: Final = 3.0
+"""The longest row of a batch that is not padded, over their mean, at most: nothing is wasted then,
+but short ones would wait for the end of a long one."""
 AMORTISED: Final = 16.0
 """A batch of so many times the overhead gains too little from one row more: 6 %."""
 AREA_MIN: Final = 512
@@ -41,6 +49,11 @@ OVERHEAD_TOKENS: Final = (8.0, 64.0, 4096.0)
 Source: MiniLM, 2 cores, one torch thread: 57 tokens, from 8 and 32 rows of 8."""
 SECONDS_PER_TOKEN: Final = 1e-4  # a first guess, too
 KEPT: Final = 0.97  # of the weight of what was measured before, at each forward
+APART_MAX: Final = 31
+"""So many begin without waiting where waiting has not paid for long: a try costs little then, and
+those that have come to ask in step are still found."""
+WORTH: Final = 2.0
+"""A half of so many times the overhead is worth a forward."""
 _OUTLIER: Final = 4.0  # a forward that took so many times what was expected was disturbed
 
 
@@ -52,11 +65,13 @@ class Bounds:
         rows_max: of a batch.
         area_min: padded tokens that a batch may grow to, whatever was measured.
         area_max: padded tokens of a batch of several, whatever was measured.
+        padded: its rows are padded to the longest; else each costs what it is.
     """
 
     rows_max: int = ROWS_MAX
     area_min: int = AREA_MIN
     area_max: int = AREA_MAX
+    padded: bool = True
 
 
 class Why(StrEnum):
@@ -66,6 +81,7 @@ class Why(StrEnum):
     AREA = "area"
     BYTES = "bytes"
     ALL = "all"
+    APART = "apart"
     WINDOW = "window"
 
 
@@ -161,6 +177,9 @@ class Batcher:
         self._window_s = window_s
         self._bounds = bounds
         self._crowd = 1  # how many have lately been there together
+        self._before = 0  # items of the batch before
+        self._waits = False  # what begins next has been waited for
+        self._apart = self._apart_left = 0  # so many begin without, since the last wait; and now
         self._idle_since_s = float("-inf")
 
     @property
@@ -188,26 +207,49 @@ class Batcher:
         Returns:
             A batch; or when to ask again, unless somebody comes before; None: nobody waits.
         """
-        live = [item for item in waiting if now_s < item.deadline_s]  # 5
+        live = [item for item in waiting if now_s < item.deadline_s]  # 6
         if not live:
             return None
         oldest_s = min(item.arrived_s for item in live)
         if oldest_s - self._idle_since_s > QUIET_WINDOWS * self._window_s:
-            self._crowd = 1
+            self._crowd, self._before, self._apart, self._apart_left = 1, 0, 0, 0
         self._crowd = max(self._crowd, len(live))
         live.sort(key=self._turn_s)  # 1; equals stay in order of arrival
         batch, full = self._together(live, bytes_max, price)
+        if full is None and self._apart_left:
+            self._apart_left -= 1
+            return self._begin(self._half(batch, len(live)), Why.APART)  # 5
+        if full is None and len(live) == self._crowd:
+            full = Why.ALL  # 3
+        saved_s = batch[0].passes * self.pace.overhead_s
         if full is not None:
-            return Batch(batch, full)
-        missing = self._crowd - len(live)
-        if not missing:
-            return Batch(batch, Why.ALL)  # 3
-        saved_s = missing * batch[0].passes * self.pace.overhead_s
+            self._waited(paid=now_s - self._idle_since_s <= saved_s)
+            return self._begin(batch, full)
         until_s = max(oldest_s, self._idle_since_s) + min(self._window_s, saved_s)  # 4
         if now_s < until_s:
+            self._waits = True
             return until_s
+        self._waits = True  # who came during a forward of that length has waited, too
+        self._waited(paid=False)
         self._crowd = (self._crowd + len(live)) // 2
-        return Batch(batch, Why.WINDOW)
+        return self._begin(batch, Why.WINDOW)
+
+    def _begin(self, batch: tuple[Item, ...], why: Why) -> Batch:
+        self._before = len(batch)
+        return Batch(batch, why)
+
+    def _waited(self, *, paid: bool) -> None:
+        """A wait is over, if there was one: learn of it."""
+        if self._waits:
+            self._waits = False
+            self._apart = 0 if paid else min(2 * self._apart + 1, APART_MAX)
+            self._apart_left = self._apart
+
+    def _half(self, batch: tuple[Item, ...], live: int) -> tuple[Item, ...]:
+        """Of those that are there and those of the batch before."""
+        half = batch[: -(-(live + self._before) // 2)]
+        worth = WORTH * self.pace.overhead_tokens
+        return half if sum(item.area for item in half) >= worth else batch
 
     def done(self, now_s: float, area: int, seconds: float | None) -> None:
         """What was chosen has ended: a pass of so many padded tokens took so long, if known."""
@@ -225,7 +267,7 @@ class Batcher:
         first, *others = ready
         chosen = [first]
         tokens, rows, real = first.tokens, first.rows, first.area
-        area_max = self.area_max
+        padded = self._bounds.padded
         full: Why | None = None
         refused: set[tuple[int, int]] = set()  # so that equals stay in their order
         for item in others:
@@ -234,13 +276,14 @@ class Batcher:
             wasted = longest * more - whole
             if size in refused or item.alike != first.alike:
                 continue
-            if (
-                wasted > len(chosen) * self.pace.overhead_tokens
-                or longest * more > PADDED_MAX * whole
+            if longest * more > (PADDED_MAX if padded else LONGEST_MAX) * whole or (
+                padded and wasted > len(chosen) * self.pace.overhead_tokens
             ):
                 refused.add(size)
                 continue
-            passed = self._passed(longest, more, area_max, bytes_max, price)
+            passed = self._passed(
+                longest, more, longest * more if padded else whole, bytes_max, price
+            )
             if passed is not None:
                 full = full or passed
                 refused.add(size)
@@ -248,20 +291,21 @@ class Batcher:
             chosen.append(item)
             tokens, rows, real = longest, more, whole
         if full is None:  # could it take one row more?
-            full = self._passed(tokens, rows + 1, area_max, bytes_max, price)
+            area = tokens * (rows + 1) if padded else real + tokens
+            full = self._passed(tokens, rows + 1, area, bytes_max, price)
         return tuple(chosen), full
 
     def _passed(
         self,
         tokens: int,
         rows: int,
-        area_max: int,
+        area: int,
         bytes_max: int,
         price: Callable[[int, int], int],
     ) -> Why | None:
         """The bound that a batch of this size would pass."""
         if rows > self._bounds.rows_max:
             return Why.ROWS
-        if tokens * rows > area_max:
+        if area > self.area_max:
             return Why.AREA
         return Why.BYTES if price(tokens, rows) > bytes_max else None

@@ -217,6 +217,9 @@ def _life(identity: Identity, root: str) -> str:
     return "" if same else _GONE
 
 
+_SWITCHES: Final = b"\nvoluntary_ctxt_switches:"  # of /proc/PID/status, the last two lines
+
+
 class ProcessTable:
     """Reads the bytes of the registered processes, one kept descriptor each.
 
@@ -233,6 +236,8 @@ class ProcessTable:
         self._keep = keep and root == "/"
         self._files: dict[Identity, KernelFile] = {}
         self._statm: dict[Identity, KernelFile] = {}
+        # What was read last, up to the counters that nobody asks for, and what came of it.
+        self._seen: dict[Identity, tuple[bytes, ProcessReading]] = {}
 
     def read(self, identity: Identity) -> ProcessReading:
         """Life and host bytes of one process; never raises."""
@@ -251,6 +256,10 @@ class ProcessTable:
                 if stat.start_ticks != identity.start_ticks:
                     return self._gone(identity, "another process has this pid")
                 self._files[identity] = file
+            data = data[: data.find(_SWITCHES) + 1] or data
+            seen = self._seen.get(identity)
+            if seen is not None and seen[0] == data:  # it stands still unless it takes memory
+                return seen[1]
             status = parsed(path, data, parse_status)
         except Unreadable as error:
             if error.gone or error.absent:
@@ -260,16 +269,18 @@ class ProcessTable:
             return self._gone(identity, "zombie")
         if status.bytes is None:
             return self._from_statm(identity)
-        reading = Reading.of(status.bytes, "status")
-        return ProcessReading(
+        reading = ProcessReading(
             identity,
             True,
-            reading,
+            Reading.of(status.bytes, "status"),
             host_bytes=status.bytes,
             shmem_bytes=status.shmem,
             locked_bytes=status.locked,
             moved=Moved(status.swapped),
         )
+        if self._keep:
+            self._seen[identity] = data, reading
+        return reading
 
     def resident(self, identity: Identity) -> int:
         """Bytes in memory now, file pages included; 0 once it is gone.
@@ -295,6 +306,7 @@ class ProcessTable:
         for files in (self._files, self._statm):
             for identity in files.keys() - identities:
                 files.pop(identity).close()
+                self._seen.pop(identity, None)
 
     def close(self) -> None:
         """Give every descriptor back."""
@@ -323,6 +335,7 @@ class ProcessTable:
 
     def _gone(self, identity: Identity, how: str) -> ProcessReading:
         file = self._files.pop(identity, None)
+        self._seen.pop(identity, None)
         if file is not None:
             file.close()
         return ProcessReading(identity, False, Reading.of(0, how))

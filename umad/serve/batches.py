@@ -102,9 +102,13 @@ class Batches(Turns):
         finally:
             # One that is alone may be done in parts: of its images each by itself.
             longest, most = self._loaded.run_size
-            passes = live[0].prepared.passes * -(-rows // most)
+            forwards = -(-rows // most)
+            area = self._units(longest) * most
+            if not self._runner.bounds.padded:
+                area = sum(self._item(job).area for job in live) // forwards
+            passes = live[0].prepared.passes * forwards
             seconds = self._loaded.run_s / passes if well else None
-            self._batcher.done(time.monotonic(), self._units(longest) * most, seconds)
+            self._batcher.done(time.monotonic(), area, seconds)
         if well:
             self._desk.figures.forward(rows)
 

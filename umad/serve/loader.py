@@ -75,6 +75,7 @@ def load(
     from safetensors import SafetensorError
 
     from umad.serve.dtypes import own_default_dtype
+    from umad.serve.linear import quicken
 
     def resident(module: Any) -> int:
         progress("building", 0.0)
@@ -82,6 +83,7 @@ def load(
 
         privatise(module)
         module.requires_grad_(requires_grad=False)
+        quicken(module)
         return measure(module)
 
     _told.progress = progress

@@ -28,7 +28,8 @@ def families(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     )
     batches = CounterMetricFamily(
         "umad_serve_batches",
-        "Batches by why they began: a bound was reached, all were there, or the window was over.",
+        "Batches by why they began: a bound was reached, all were there, the window was over, or "
+        "the others come apart.",
         labels=["model", "why"],
     )
     growing = GaugeMetricFamily(

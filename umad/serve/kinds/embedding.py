@@ -12,6 +12,7 @@ from typing import Any, Final
 from umad.core.batching import Bounds
 from umad.errors import InvalidParams, ModelFailed
 from umad.serve.kinds.base import RUN_BYTES, Cancelled, Job, Prepared, Result, Source, fused
+from umad.serve.kinds.packing import Packing, packs
 
 TEXTS_MAX: Final = 2048
 CHARACTERS_PER_TOKEN_MAX: Final = 32
@@ -25,7 +26,6 @@ class EmbeddingRunner:
     """An encoder, its tokenizer, and how its tokens become one vector."""
 
     kind = "embedding"
-    bounds = Bounds()
     unit = 1
 
     def __init__(self, model: Any, tokenizer: Any, folder: Path, resident_bytes: int) -> None:
@@ -38,6 +38,8 @@ class EmbeddingRunner:
         limits = (stated, config.max_position_embeddings, tokenizer.model_max_length)
         self._context = min([limit for limit in limits if limit] or [CONTEXT_UNKNOWN])
         self._prices = _prices(config, model.dtype.itemsize)
+        self._packing = Packing(model) if packs(model) else None
+        self.bounds = Bounds(padded=self._packing is None)
 
     @classmethod
     def load(cls, source: Source, resident: Any) -> "EmbeddingRunner":
@@ -117,6 +119,24 @@ class EmbeddingRunner:
         return results
 
     def _embed(self, rows: list[list[int]]) -> list[list[float]]:
+        """Of texts, the longest first."""
+        import torch
+
+        if self._packing is not None:
+            pooled = torch.cat([self._pool_whole(states) for states in self._packing.read(rows)])
+        else:
+            pooled = self._pool_padded(rows)
+        vectors: list[list[float]] = torch.nn.functional.normalize(pooled.float()).tolist()
+        return vectors
+
+    def _pool_whole(self, states: Any) -> Any:
+        """Of texts of one length: (texts, tokens, hidden) to (texts, hidden)."""
+        if self._pooling == "mean":
+            return states.mean(1)
+        return states[:, 0 if self._pooling == "cls" else -1]
+
+    def _pool_padded(self, rows: list[list[int]]) -> Any:
+        """Of texts whose lengths differ: (texts, hidden)."""
         import torch
 
         inputs = self._tokenizer.pad(
@@ -126,14 +146,11 @@ class EmbeddingRunner:
         mask = inputs["attention_mask"]
         if self._pooling == "mean":
             weights = mask.unsqueeze(-1).to(states.dtype)
-            pooled = (states * weights).sum(1) / weights.sum(1).clamp_min(1e-9)
-        elif self._pooling == "cls":
-            pooled = states[:, 0]
-        else:
-            places = torch.arange(len(rows), device=states.device)
-            pooled = states[places, mask.sum(1) - 1]
-        vectors: list[list[float]] = torch.nn.functional.normalize(pooled.float()).tolist()
-        return vectors
+            return (states * weights).sum(1) / weights.sum(1).clamp_min(1e-9)
+        if self._pooling == "cls":
+            return states[:, 0]
+        places = torch.arange(len(rows), device=states.device)
+        return states[places, mask.sum(1) - 1]
 
 
 def _prices(config: Any, item: int) -> tuple[int, int, int]:

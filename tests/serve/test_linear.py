@@ -1,0 +1,115 @@
+"""Linear layers that take the faster way give what torch's own give, and only they take it."""
+
+import copy
+
+import pytest
+
+from umad.serve.linear import vendor
+
+pytestmark = [pytest.mark.models, pytest.mark.slow]
+torch = pytest.importorskip("torch")
+
+from umad.serve import linear  # noqa: E402  it imports torch
+
+
+@pytest.fixture(autouse=True)
+def another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any machine."""
+    monkeypatch.setattr(linear, "_pays", lambda: True)
+
+
+def layers(bias: bool = True) -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    """The same one, torch's and quickened."""
+    torch.manual_seed(7)
+    plain = torch.nn.Linear(384, 512, bias=bias).requires_grad_(False)
+    quick = copy.deepcopy(plain)
+    linear.quicken(torch.nn.ModuleList([quick]))
+    assert type(quick) is linear.Linear
+    return plain, quick
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(384,), (1, 384), (2, 0, 384), (15, 384), (16, 384), (3, 11, 384), (257, 384)]
+)
+def test_it_is_the_same_layer(shape: tuple[int, ...], bias: bool) -> None:
+    plain, quick = layers(bias)
+    with torch.inference_mode():
+        given = torch.randn(shape)
+        expected, found = plain(given), quick(given)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        # And of a view whose rows do not lie together.
+        if given.dim() == 3:
+            torch.testing.assert_close(
+                quick(given.transpose(0, 1)), plain(given.transpose(0, 1)), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_few_rows_and_other_numbers_go_torchs_own_way() -> None:
+    plain, quick = layers()
+    with torch.inference_mode():
+        few = torch.randn(linear.ROWS_MIN - 1, 384)
+        assert torch.equal(quick(few), plain(few))
+    given = torch.randn(64, 384, requires_grad=True)
+    quick(given).sum().backward()  # a gradient can be had
+    assert given.grad is not None
+
+
+def test_only_large_layers_of_float32_are_quickened() -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    model = torch.nn.ModuleList(
+        [
+            torch.nn.Linear(384, 384),
+            torch.nn.Linear(8, 8),
+            torch.nn.Linear(384, 384, dtype=torch.bfloat16),
+            torch.nn.Linear(384, 384, device="meta"),
+            Own(384, 384),
+        ]
+    )
+    linear.quicken(model)
+    assert [type(layer) is linear.Linear for layer in model] == [True, *[False] * 4]
+
+
+def test_rows_are_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = []
+
+    def pad(given: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
+        padded.append((len(given), by[-1]))
+        return torch.nn.functional.pad(given, by)
+
+    monkeypatch.setattr(linear, "pad", pad)
+    _, quick = layers()
+    with torch.inference_mode():
+        for rows in (16, 17, 256, 257):
+            quick(torch.randn(rows, 384))
+    assert padded == [(17, 15), (257, 63)]
+
+
+def test_there_are_few_numbers_of_rows() -> None:
+    sizes = set()
+    for rows in range(linear.ROWS_MIN, 8192):
+        size = rows + -rows % linear.step(rows)
+        assert rows <= size <= max(rows + 15, 1.34 * rows)
+        sizes.add(size)
+    assert len(sizes) == 16 + 12 + 28
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "made_by"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: x\n", "AuthenticAMD"),
+        ("processor\t: 0\nBogoMIPS\t: 2000.00\nCPU implementer\t: 0x41\n", ""),
+    ],
+)
+def test_who_made_it(cpuinfo: str, made_by: str) -> None:
+    assert vendor(cpuinfo) == made_by
+
+
+def test_where_it_does_not_pay_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_pays", lambda: False)
+    layer = torch.nn.Linear(384, 512)
+    linear.quicken(layer)
+    assert type(layer) is torch.nn.Linear
