@@ -20,7 +20,7 @@ _NAMES: Final = ("worker", "workers", "model", "models")
 
 def words(fields: Mapping[str, Any]) -> str:
     """Fields for a person: ``limit=300.0 MiB  source=statm``."""
-    return "  ".join(f"{_word(key)}={_value(key, value)}" for key, value in fields.items())
+    return "  ".join(f"{_word(key)}={shown(key, value)}" for key, value in fields.items())
 
 
 def entry(
@@ -143,10 +143,11 @@ def _word(key: str) -> str:
     return key
 
 
-def _value(key: str, value: object) -> str:
-    if isinstance(value, int) and key.endswith("_bytes"):
+def shown(key: str, value: object) -> str:
+    """A field's value for a person; its name says the unit: ``held_bytes``, ``after_s``."""
+    if isinstance(value, int) and (key == "bytes" or key.endswith("_bytes")):
         return format_bytes(value)
-    if isinstance(value, float) and key.endswith("_s"):
+    if isinstance(value, int | float) and key.endswith("_s"):
         return format_duration(value)
     return str(value)
 

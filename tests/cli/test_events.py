@@ -15,7 +15,6 @@ import pytest
 
 from tests.cli.test_umadctl import run
 from tests.daemon.running import ROOT, Daemon, eventually, running
-from umad.cli import events
 from umad.core.state import EVENTS_KEPT
 
 
@@ -130,34 +129,6 @@ def test_it_ends_when_nobody_reads_any_more(daemon: Daemon) -> None:
         _, said = tail.communicate(timeout=20)
         assert (tail.returncode, said) == (0, b"")
         del worker
-
-
-def test_an_event_in_words_speaks_to_no_terminal_and_knows_what_it_lacks() -> None:
-    stopped = {
-        "name": "stopped",
-        "worker": "greedy\x1b[2J",
-        "fence": "sigkill",
-        "measured_bytes": 3 << 30,
-        "limit_bytes": None,
-        "seen_to_gone_s": 0.0815,
-    }
-    assert events.in_words(stopped) == (
-        "greedy?[2J was stopped (sigkill): it held 3.0 GiB of ?; gone 81.5 ms after it was seen"
-    )
-    refused = {"name": "refused", "worker": "a", "asked_bytes": 1024, "what": "admit", "times": 7}
-    assert events.in_words(refused) == "a was refused 1.0 KiB to answer a request: ? (7 times)"
-    asked = {"name": "evicting", "worker": "a", "for_worker": "b", "reason": "{name}"}
-    assert events.in_words(asked).startswith("a is asked to go for b: {name}; ")
-    new = {"seq": 1, "name": "some_news", "unix_s": 1.0, "level": "info", "free_bytes": 2048}
-    assert events.in_words(new) == "some news  free_bytes=2.0 KiB"
-
-
-def test_every_event_of_the_core_has_its_words() -> None:
-    source = "".join(file.read_text() for file in (ROOT / "umad/core").glob("*.py"))
-    names = set(re.findall(r'\b_?(?:case_)?[eE]vent\(\s*"([a-z_]+)"', source))
-    assert {"stopped", "evicting", "refused", "loaded"} <= names
-    told_generically = {name for name in names if name.startswith("fragmentation_step")}
-    assert names - told_generically <= events._WORDS.keys()
 
 
 def test_what_is_said_to_be_kept_is_kept() -> None:

@@ -13,7 +13,7 @@ from tests.daemon.running import eventually, running
 from tests.serve.standin import KINDS, make_settings, run, serving, until
 from umad.config import Settings
 from umad.errors import QuotaDenied
-from umad.serve import news, page
+from umad.serve import page
 from umad.serve.link import ModelState
 from umad.serve.picture import Heard, draw
 
@@ -220,19 +220,6 @@ def test_what_somebody_should_know_is_told(more, said):
     assert said in words(draw(LOOK, Heard(a_state(**more)), time.time()))
 
 
-def test_events_are_told_in_sentences():
-    told = {"name": "stopped", "worker": "greedy", "measured_bytes": 3 * MIB, "limit_bytes": MIB}
-    assert news.told({**told, "fence": "sigkill"}) == (
-        "bad",
-        "greedy was stopped with 3.0 MiB of 1.0 MiB: its process was killed",
-    )
-    assert news.told({"name": "left", "worker": "{pid}\x1b[2J"}) == ("", "{pid}?[2J has left")
-    unknown = {"seq": 4, "unix_s": 1.0, "name": "new_thing", "held_bytes": MIB, "after_s": 0.5}
-    assert news.told(unknown) == ("", "new thing: held 1.0 MiB, after 500.0 ms")
-    assert news.told({"name": "loaded", "worker": "a"})[1] == "a is loaded and holds ?"
-    assert len(news.told({"name": "x", "why": "y" * 1000})[1]) == news.TEXT_MAX
-
-
 @pytest.mark.slow
 def test_a_real_daemons_memory_workers_and_events(tmp_path):
     async def scenario(socket: Path) -> None:
@@ -241,7 +228,7 @@ def test_a_real_daemons_memory_workers_and_events(tmp_path):
             assert "The memory daemon" not in said
             assert re.search(r"Budget 2\.0 GiB", said)
             assert re.search(r"llama registered [0-9.]+ \w+ 0 B 1\.0 GiB 1\.5 GiB", said)
-            assert "llama is here, with a quota of 1.0 GiB" in said
+            assert "llama registered: quota 1.0 GiB, peak 1.5 GiB" in said
             assert "Nobody." in said
             assert "?" not in said
 

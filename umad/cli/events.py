@@ -1,13 +1,10 @@
-"""``umadctl events``: what the daemon decided lately, a line each, and what it decides from now on.
-
-Also puts an event into words, for whoever shows one (``in_words``).
-"""
+"""``umadctl events``: what the daemon decided lately, a line each, and what comes from now on."""
 
 import json
 import os
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Final
 
@@ -16,90 +13,11 @@ import click
 from umad.cli.params import DURATION
 from umad.client import Client, DaemonUnavailable, connect
 from umad.client.link import Link
-from umad.units import format_bytes, format_duration, printable
-
-Event = Mapping[str, Any]
+from umad.events import Event, in_words
+from umad.units import printable
 
 _ASK_EVERY_S: Final = 1.0  # where no notification came: that one may have been dropped
 _STYLES: Final = {"warning": "yellow", "error": "red"}
-_HEAD: Final = ("seq", "name", "unix_s", "level", "worker", "pid", "comm")
-
-# The fields stand with their units; one that an event lacks is "?".
-_WORDS: Final[Mapping[str, str]] = {
-    "registered": "{worker} registered: quota {quota_bytes}, peak {peak_bytes}",
-    "rejoined": "{worker} is back after its connection was lost",
-    "loaded": "{worker} has loaded: {measured_bytes} measured, {booked_bytes} booked",
-    "launched": "{worker} was started under quota: {booked_bytes} booked",
-    "adopted": "{worker} ({unit}) is under quota now: it holds {held_bytes}",
-    "disowned": "{worker} goes on without a quota: {freed_bytes} free again",
-    "unloaded": "{worker} gave its model back: {bytes}",
-    "left": "{worker} has left: {why}",
-    "exited": "pid {pid} ({workers}) has ended: {freed_bytes} free again",
-    "refused": "{worker} was refused {asked_bytes} to {what}: {why}",
-    "revoked": "{worker} holds {measured_bytes}, may hold {limit_bytes}: told to stop",
-    "complied": "{worker} is within {limit_bytes} again, after {after_s}",
-    "stopped": "{worker} was stopped ({fence}): it held {measured_bytes} of {limit_bytes}; "
-    "gone {seen_to_gone_s} after it was seen",
-    "unkillable": "{worker} (pid {pid}) is still there {after_s} after SIGKILL",
-    "orphaned": "pid {pid} of {worker} has ended and its children hold memory: they are stopped",
-    "evicting": "{worker} is asked to go{for}: {reason}; {booked_bytes} booked, idle {idle_s}",
-    "evict_cancelled": "{worker} may stay",
-    "evict_missed": "{worker} was asked to go and has not gone in time",
-    "pinned": "{worker} is pinned: never evicted for another model",
-    "unpinned": "{worker} is not pinned any more",
-    "quota_set": "{worker} may hold {quota_bytes} now, it was {was_bytes}",
-    "leaked": "{worker} forgot to give back {bytes}",
-    "leaking": "{worker} said it gave its memory back and keeps {held_bytes}",
-    "lease_expired": "a lease of {worker} ended by its deadline: {bytes}",
-    "init_lock_expired": "{worker} held the init mutex for too long",
-    "prediction_exceeded": "a forward of {worker} took {took_bytes}, {predicted_bytes} predicted",
-    "migrated": "pages of {worker} moved: {swapped_bytes} in swap, {evicted_bytes} out of the "
-    "GPU's memory",
-    "admission_closed": "the machine is below its reserve: {free_bytes} free of {reserve_bytes}; "
-    "nothing is granted",
-    "admission_opened": "the reserve is free again: {free_bytes}",
-    "shrinking": "all workers are asked to shrink: {free_bytes} free of {reserve_bytes}",
-    "oom_kill": "the kernel's OOM killer was here before umad: {count} killed",
-    "drained": "no load begins from now on (uid {uid})",
-    "resumed": "loads may begin again (uid {uid})",
-    "reloaded": "the configuration was read again",
-    "page_found": "pid {pid} is back after a restart: {accounts} accounts of {limit_bytes}",
-    "accounts_abandoned": "nobody came back for pid {pid}: {limit_bytes} free again",
-    "fragmentation_risk": "free memory lies in crumbs: {reason}",
-}
-_ASKED_FOR: Final = {"reserve": "load", "admit": "answer a request", "init_lock": "load"}
-
-
-def in_words(event: Event) -> str:
-    """What happened, in one line that speaks to no terminal."""
-    shown = _Shown({key: _value(key, value) for key, value in event.items()})
-    if (text := _WORDS.get(event["name"])) is not None:
-        shown["for"] = f" for {shown['for_worker']}" if event.get("for_worker") else ""
-        if event["name"] == "refused":
-            shown["what"] = _ASKED_FOR.get(shown["what"], shown["what"])
-            times = event.get("times", 1)
-            text += f" ({times} times)" if isinstance(times, int) and times > 1 else ""
-        return printable(text.format_map(shown))
-    name = f"{event['name'].replace('_', ' ')} {event.get('worker', '')}".rstrip()
-    rest = (f"{key}={value}" for key, value in shown.items() if key not in _HEAD)
-    return printable("  ".join([name, *rest]))
-
-
-class _Shown(dict[str, str]):
-    """Fields as text; one that is not there is a question mark."""
-
-    def __missing__(self, key: str) -> str:
-        return "?"
-
-
-def _value(key: str, value: object) -> str:
-    if value is None:
-        return "?"
-    if isinstance(value, int) and key.endswith("bytes"):
-        return format_bytes(value)
-    if isinstance(value, int | float) and key.endswith("_s"):
-        return format_duration(value)
-    return str(value)
 
 
 def as_line(event: Event) -> str:
@@ -107,7 +25,7 @@ def as_line(event: Event) -> str:
     at = datetime.fromtimestamp(event["unix_s"]).strftime("%b %d %H:%M:%S")
     level = printable(str(event.get("level", "")))
     style = _STYLES.get(level)
-    text = in_words(event)
+    _, text = in_words(event)
     return f"{at} {click.style(f'{level:7}', fg=style)} {click.style(text, fg=style)}"
 
 

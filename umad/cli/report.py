@@ -19,10 +19,11 @@ import click
 
 from umad.cli import chart
 from umad.cli.chart import Lane, Layer, Line, Mark
-from umad.cli.events import fetch, in_words
+from umad.cli.events import fetch
 from umad.cli.params import DURATION
 from umad.cli.timeline import Held, Moment, Room, timeline
 from umad.client import Client, connect
+from umad.events import in_words
 from umad.units import format_bytes, format_duration, printable
 
 COLUMNS_MAX: Final = 400  # of a picture, which is 800 wide
@@ -260,7 +261,9 @@ def _lanes(told: Told, moments: Sequence[Moment]) -> list[Lane]:
         return [Mark(at, f"{_times(n, what)}", n) for at, n in of.items() if n]
 
     def marks(*names: str) -> list[Mark]:
-        return [Mark(one["unix_s"], in_words(one)) for one in told.events if one["name"] in names]
+        return [
+            Mark(one["unix_s"], in_words(one)[1]) for one in told.events if one["name"] in names
+        ]
 
     def summed(figure: str) -> dict[float, int]:
         """By the moments of the picture; what was between two counts for the later."""
@@ -336,7 +339,7 @@ def _decisions(told: Told) -> Iterator[str]:
         level = escape(printable(str(event.get("level", ""))))
         yield (
             f'<tr class="{level}"><td>{_clock(event["unix_s"], told)}</td><td>{level}</td>'
-            f"<td>{escape(in_words(event))}</td></tr>"
+            f"<td>{escape(in_words(event)[1])}</td></tr>"
         )
     yield "</tbody></table></div>"
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
 from umad import __version__
+from umad.events import in_words
 from umad.serve.link import TAKES_REQUESTS
-from umad.serve.news import told
 from umad.units import format_bytes, format_duration, printable
 
 NEWS_MAX: Final = 20
@@ -134,7 +134,7 @@ def draw(look: Mapping[str, Any], heard: Heard, unix_s: float) -> str:
         scale=None if state is None else _scale(state["workers"]),
         unshown=0 if state is None else state["workers_total"] - len(state["workers"]),
         queue=[] if state is None else [_waiter(waiter) for waiter in state["queue"]],
-        news=[(event, *told(event)) for event in reversed(heard.events[-NEWS_MAX:])],
+        news=[(event, *in_words(event)) for event in reversed(heard.events[-NEWS_MAX:])],
     )
 
 
