@@ -116,11 +116,23 @@ class Joins(Several):
 
 
 class Growing:
-    """Each answer is its prompt, ``max_tokens`` times."""
+    """Each answer is its prompt, ``max_tokens`` times.
+
+    At its first it keeps ``keeps`` bytes of its prompt, and is spared ``spares``.  A prompt "tight"
+    gets no memory while there is any of those.
+    """
 
     def __init__(self, runner: Joins) -> None:
         self._runner = runner
         self._rows: dict[object, tuple[dict[str, Any], Any, Any, list[str]]] = {}
+        self.fresh = self.kept_bytes = self.spared_bytes = 0
+
+    def keep(self, most: int) -> None:
+        self.kept_bytes = min(most, self.kept_bytes + self.fresh)
+        self.fresh = self.spared_bytes = 0
+
+    def shrink(self, most: int) -> None:
+        self.kept_bytes = min(most, self.kept_bytes)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -138,9 +150,14 @@ class Growing:
         chosen = list(self._rows if names is None else names)
         asked = [self._rows[name][0]["prompt"] for name in chosen]
         self._runner.forward(asked, lambda: any(self._rows[name][1]() for name in chosen))
+        if "tight" in asked and self.kept_bytes:
+            raise MemoryError
         done = []
         for name in chosen:
             job, _, emit, said = self._rows[name]
+            if not said:
+                self.fresh += job.get("keeps", 0)
+                self.spared_bytes += job.get("spares", 0)
             said.append(job["prompt"])
             if emit is not None:
                 emit(job["prompt"])

@@ -43,6 +43,7 @@ def test_chat_answers_in_openai_form():
                 "prompt_tokens": 3,
                 "completion_tokens": 2,
                 "total_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 0},
             }
             assert front.engine.jobs == [
                 (

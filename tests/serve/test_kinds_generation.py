@@ -10,7 +10,7 @@ import pytest
 from tests.demo.fixtures import checkpoints, peak_bytes, runner
 from umad.errors import InvalidParams
 from umad.serve.kinds import generation
-from umad.serve.kinds.answers import Answers
+from umad.serve.kinds.answers import Answers, Asked
 from umad.serve.kinds.base import Prepared, Result
 from umad.serve.kinds.telling import Teller
 from umad.serve.kinds.text import TextRunner
@@ -263,3 +263,145 @@ def test_together_they_hold_no_more_than_each_was_given() -> None:
             answers.step()
 
     assert peak_bytes(grow) <= sum(job.bytes_needed for job in read)
+
+
+# --- what was read of prompts ------------------------------------------------------------------
+
+BLOCK = 8
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And one thread: so small a model only waits for a second one."""
+    import torch
+
+    monkeypatch.setattr(generation, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 20)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small(family: str) -> Any:
+    """A model of a family by chance; the windows of those that can have one are short."""
+    import torch
+    import transformers
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "sliding_window": 11,
+        "pad_token_id": 0,
+    }
+    if family.startswith("qwen"):
+        sizes |= {"use_sliding_window": True, "max_window_layers": 1}
+    torch.manual_seed(4)
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert generation.joins(model)
+    return model
+
+
+class Tokens:
+    """Jobs in tokens, for a model of its own; ``scores`` are all that its answers chose by."""
+
+    def __init__(self, model: Any) -> None:
+        self.answers = Answers(model, Letters(), [], lambda read, prompt: 1000 * read + prompt)
+        self.scores: list[Any] = []
+
+    def job(self, prompt: list[int], new: int = 5) -> Prepared:
+        def pick(_tokens: list[int], scores: Any) -> Any:
+            self.scores.append(scores.clone())
+            return scores
+
+        return Prepared(len(prompt) + new, 1, 1, Asked(prompt, new, [], pick))
+
+    def ask(self, prompt: list[int], new: int = 5) -> dict[str, Any]:
+        """Its answer, alone; what it reads of the prompt is kept by step."""
+        self.scores.clear()
+        self.answers.join(self.job(prompt, new), never, None)
+        self.read = self.spared = 0
+        while not (done := self.answers.step()):
+            self.keep()
+        self.keep()
+        return done[0][1].data
+
+    def keep(self, most: int = 1 << 20) -> None:
+        self.read += self.answers.fresh
+        self.spared = max(self.spared, self.answers.spared_bytes)
+        self.answers.keep(most)
+
+
+@pytest.mark.parametrize("family", sorted(generation.FAMILIES))
+@pytest.mark.usefixtures("short_blocks")
+def test_who_begins_like_another_reads_only_the_rest(family: str) -> None:
+    import torch
+
+    model = small(family)
+    chance = random.Random(family)
+    beginning = chance.choices(range(1, 64), k=43)
+    prompts = [beginning + chance.choices(range(1, 64), k=9) for _ in range(3)]
+    prompts += [prompts[0], prompts[0][: 5 * BLOCK], beginning[:20]]
+    shared, fed = Tokens(model), []
+    model.register_forward_pre_hook(
+        lambda _module, _args, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    cached, spared = [], []
+    for prompt in prompts:
+        alone = Tokens(model)
+        wanted = alone.ask(prompt)
+        fed.clear()
+        answer = shared.ask(prompt)
+        cached.append(answer["cached_tokens"])
+        spared.append(shared.spared)
+        # All that it was not spared, and each token of the answer but the last.
+        assert sum(fed) == len(prompt) - cached[-1] + 4
+        assert shared.read == len(prompt) - cached[-1]
+        assert answer == wanted | {"cached_tokens": cached[-1]}
+        torch.testing.assert_close(shared.scores, alone.scores)
+    # The last token of a prompt is read by each.
+    assert cached == [0, 40, 40, 48, 32, 16]
+    # Of a step that reads 20 tokens, of these prompts.
+    assert spared == [0, 8052, 8052, 16052, 12040, 16020]
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_those_that_join_together_read_what_they_share_once() -> None:
+    model = small("llama")
+    prompts = [[*range(1, 41), 50 + number] for number in range(6)]
+    alone = [Tokens(model).ask(prompt)["text"] for prompt in prompts]
+    shared = Tokens(model)
+    shared.read = shared.spared = 0
+    names = [shared.answers.join(shared.job(prompt), never, None) for prompt in prompts]
+    shared.answers.leave(names.pop())
+    done: dict[object, Result] = {}
+    while shared.answers.size[1]:
+        done.update(shared.answers.step())
+        shared.keep()
+    assert [done[name].data["text"] for name in names] == alone[:5]
+    assert shared.read < 2 * 41
+    assert done[names[-1]].data["cached_tokens"] == 40
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_what_is_kept_stays_within_its_bytes_and_takes_them() -> None:
+    talk = Tokens(small("llama"))
+    block = 4 * 2 * 2 * BLOCK * 8 * 4  # layers, keys and values, heads, tokens, size, float32
+    talk.ask(list(range(1, 60)))
+    assert talk.answers.kept_bytes == 7 * block
+    kept = talk.answers._prefixes.find(range(1, 60))
+    assert sum(one.untyped_storage().nbytes() for one in kept) == 7 * block
+    talk.answers.shrink(3 * block + 5)
+    assert talk.answers.kept_bytes == 3 * block
+    talk.keep(block)
+    assert talk.answers.kept_bytes == block
+    talk.answers.shrink(0)
+    assert talk.answers.kept_bytes == 0
+    assert talk.ask(list(range(1, 60)))["cached_tokens"] == 0

@@ -44,7 +44,9 @@ def png_header(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 def test_a_chat_model_answers(name: str) -> None:
     answer = ask("chat", name)
-    assert set(answer) == {"text", "prompt_tokens", "completion_tokens", "finish_reason"}
+    counted = {"prompt_tokens", "cached_tokens", "completion_tokens"}
+    assert set(answer) == {"text", "finish_reason", *counted}
+    assert answer["cached_tokens"] == 0
     assert answer["text"]
     assert 1 <= answer["completion_tokens"] <= 12
     assert answer["prompt_tokens"] > 5

@@ -23,6 +23,9 @@ WORK = {
     "rows": [1, 0, 0, 0, 1, 0, 0, 0],
     "rows_sum": 12,
     "growing": 3,
+    "prompt_tokens": 700,
+    "cached_tokens": 600,
+    "kept_bytes": 4096,
     "restarts": 0,
 }
 
@@ -278,7 +281,13 @@ def test_what_the_engine_did_is_shown_until_it_is_lost():
             sample.labels["why"]: sample.value
             for sample in shown["umad_serve_batches"].samples
             if sample.labels["model"] == "talk"
-        } == {"rows": 0, "area": 0, "bytes": 0, "all": 0, "window": 2}
+        } == {"rows": 0, "area": 0, "bytes": 0, "all": 0, "apart": 0, "window": 2}
+        for name, value in {
+            "umad_serve_prompt_tokens": 700,
+            "umad_serve_prompt_tokens_cached": 600,
+            "umad_serve_prompts_kept_bytes": 4096,
+        }.items():
+            assert [one.value for one in shown[name].samples] == [value, 0]
         engine.end()
         await lost.wait()
         assert link.status("talk")["work"] == nothing

@@ -42,7 +42,8 @@ async def handler(model: str, job: Mapping[str, Any], emit: Any) -> Any:
     for letter in text:
         emit(letter)
         await asyncio.sleep(0)
-    return {"text": text, "prompt_tokens": 3, "completion_tokens": 2, "finish_reason": "stop"}
+    counted = {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 2}
+    return {"text": text, **counted, "finish_reason": "stop"}
 
 
 @contextlib.asynccontextmanager
@@ -97,6 +98,7 @@ def test_every_route_answers_the_official_client():
             assert text == "hello"
             assert pieces[-2].choices[0].finish_reason == "stop"
             assert pieces[-1].usage.completion_tokens == 2
+            assert pieces[-1].usage.prompt_tokens_details.cached_tokens == 1
             stream = await client.completions.create(model="talk", prompt="hello", stream=True)
             assert "".join([piece.choices[0].text async for piece in stream]) == "hello"
             # Without a format the client asks for base64 and reads it as numbers.

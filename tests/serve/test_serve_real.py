@@ -124,6 +124,23 @@ def test_the_openai_client_gets_every_kind_of_answer(served):
         )
         assert said.usage is not None
         assert 1 <= said.usage.completion_tokens <= 9
+        system = {"role": "system", "content": "You keep a ledger, and say so. " * 30}
+        cached = []
+        for number in range(3):
+            stream = client.chat.completions.create(
+                model="llama",
+                messages=[system, {"role": "user", "content": f"What is in {number}?"}],
+                max_tokens=2,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            usage = list(stream)[-1].usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+        assert cached[0] < 100 < cached[1] == cached[2] < usage.prompt_tokens
+        told = 'umad_serve_prompt_tokens_cached_total{model="llama"} ' + str(float(sum(cached)))
+        wait_for(lambda: told in served.http.get("/metrics").text)
         png = io.BytesIO()
         Image.new("RGB", (64, 64), "red").save(png, "PNG")
         url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()

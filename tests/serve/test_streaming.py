@@ -116,7 +116,7 @@ def test_several_choices_are_jobs_of_their_own_with_seeds_of_their_own():
     async def handler(_model: str, job: Mapping[str, Any], emit: Any) -> Any:
         emit(f"{job['seed']}")
         await asyncio.sleep((10 - job["seed"]) / 1000)
-        return {"text": f"{job['seed']}!", **ENDED}
+        return {"text": f"{job['seed']}!", "cached_tokens": 10 - job["seed"], **ENDED}
 
     async def scenario():
         async with serving(handler=handler) as front:
@@ -127,6 +127,7 @@ def test_several_choices_are_jobs_of_their_own_with_seeds_of_their_own():
                 "prompt_tokens": 3,
                 "completion_tokens": 6,
                 "total_tokens": 9,
+                "prompt_tokens_details": {"cached_tokens": 1},
             }
             texts = {0: "", 1: "", 2: ""}
             *pieces, _ = await events(front, CHAT, {**ASKED, "n": 3, "seed": 7})

@@ -366,6 +366,76 @@ def test_bytes_beyond_the_quota_are_booked_for_each_and_given_back_as_it_leaves(
     run(scenario())
 
 
+def test_what_is_kept_of_prompts_gives_way_before_anything_is_booked(tmp_path, daemon):
+    """1000 bytes are left of the quota; a quarter of them may be kept."""
+
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"joins": {}})) as engine:
+            model = await ready(tmp_path, engine, "joins")
+
+            async def kept(size: int) -> None:
+                await until(lambda: engine.link.status("joins")["work"]["kept_bytes"] == size)
+
+            await model.ask("a", keeps=100, spares=7)
+            await kept(100)
+            await model.ask("b", keeps=900, spares=700)
+            await kept(250)
+            # What it would have taken else is counted, as far as that was expected.
+            await until(lambda: [one["peak"] for one in daemon.of("forward_done")] == [7, 10])
+            # So much is needed beside: first for one alone, then for one that joins.
+            await model.ask("c", need=850)
+            await kept(150)
+            await model.ask("a", keeps=900)
+            await kept(250)
+            first = await model.hold("d", need=700, max_tokens=1 << 30)
+            second = model.ask("e", need=200, max_tokens=1 << 30, keeps=900)
+            await model.all_wait()
+            model.release()
+            await until(lambda: ["d", "e"] in model.forwards)
+            await kept(100)  # and those that grow need the rest
+            assert daemon.of("admit") == []
+            third = model.ask("f", need=200, max_tokens=2)
+            await third
+            assert [told["bytes"] for told in daemon.of("admit")] == [100]
+            await kept(0)
+            for work in (first, second):
+                work.cancel()
+            await model.ask("a", keeps=900)
+            await kept(250)
+            # The guard has refused it: all that is kept goes, and it is not the one that fails.
+            await model.ask("tight")
+            await kept(0)
+            await model.ask("a", keeps=900)
+            await kept(250)
+            daemon.tell("evict", worker=daemon.of("progress")[-1]["worker"], reason="for another")
+            await until(lambda: engine.state("joins") == "cold")
+            await kept(0)
+            assert daemon.leaked == 0
+
+    run(scenario())
+
+
+@BOTH
+def test_what_is_kept_of_prompts_goes_when_the_machine_is_short(tmp_path, daemon, isolation):
+    async def scenario():
+        config = write_config(tmp_path, {"joins": {"isolation": isolation}})
+        async with engine_process(config) as engine:
+            model = await ready(tmp_path, engine, "joins")
+
+            async def kept(size: int) -> None:
+                await until(lambda: engine.link.status("joins")["work"]["kept_bytes"] == size)
+
+            await model.ask("a", keeps=100)
+            await kept(100)
+            daemon.tell("shrink", reason="short of memory")  # while it rests
+            await kept(0)
+            await model.ask("b", keeps=100)  # nor is anything kept soon after
+            await until(lambda: engine.link.status("joins")["work"]["rows_sum"] == 2)
+            await kept(0)
+
+    run(scenario())
+
+
 @BOTH
 def test_who_has_to_go_finishes_those_at_work_and_lets_none_join(tmp_path, daemon, isolation):
     async def scenario():

@@ -162,6 +162,7 @@ class Client:
         on_evict_cancelled: Callback | None = None,
         on_load: Callback | None = None,
         on_queued: Callback | None = None,
+        on_shrink: Callback | None = None,
     ) -> Worker:
         """Register one model instance; use it in a ``with`` statement or ``close`` it.
 
@@ -183,6 +184,7 @@ class Client:
             on_evict_cancelled: as above: it need not go.
             on_load: as above: somebody wants the model loaded.
             on_queued: runs there with the reason, whenever something this worker asked for waits.
+            on_shrink: as above: give back what is only kept warm; allocators' caches are already.
 
         Raises:
             InvalidParams: a value is not of its kind.
@@ -196,6 +198,7 @@ class Client:
             "evict_cancelled": on_evict_cancelled,
             "load": on_load,
             "queued": on_queued,
+            "shrink": on_shrink,
         }
         worker = Worker(
             self,

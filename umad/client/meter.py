@@ -26,6 +26,11 @@ class Took:
     exact: bool
     refused: bool = False
 
+    def then(self, more: "Took") -> "Took":
+        """Of two parts of one forward."""
+        most = max(self.bytes, more.bytes)
+        return Took(most, self.exact and more.exact, self.refused or more.refused)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

@@ -6,7 +6,7 @@ Owns ``Figures``.  It reaches the front as the notification ``work``, now and th
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -25,6 +25,9 @@ class Figures:
         rows: forwards by their rows, in the buckets of ``ROWS``.
         rows_sum: of all forwards.
         growing: answers that grow now.
+        prompt_tokens: of the prompts of answers that grew together.
+        cached_tokens: of these, those that had been read for others before.
+        kept_bytes: what is kept of prompts now.
         restarts: faults of our own that the thread has survived.
     """
 
@@ -35,6 +38,9 @@ class Figures:
         self.rows = [0] * (len(ROWS) + 1)
         self.rows_sum = 0
         self.growing = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.kept_bytes = 0
         self.restarts = 0
         self._told = self.shown()
 
@@ -42,6 +48,11 @@ class Figures:
         """A forward of so many rows is done."""
         self.rows[bisect_left(ROWS, rows)] += 1
         self.rows_sum += rows
+
+    def prompt(self, answer: Mapping[str, Any]) -> None:
+        """An answer that grew beside others has ended."""
+        self.prompt_tokens += answer.get("prompt_tokens", 0)
+        self.cached_tokens += answer.get("cached_tokens", 0)
 
     def tell(self, *, idle: bool = False) -> None:
         """Tell them, if they have changed: a few times a second, and before a rest."""
@@ -60,6 +71,9 @@ class Figures:
             "rows": list(self.rows),
             "rows_sum": self.rows_sum,
             "growing": self.growing,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "kept_bytes": self.kept_bytes,
             "restarts": self.restarts,
         }
 
@@ -72,5 +86,8 @@ def sum_of(all_shown: Iterable[dict[str, Any]]) -> dict[str, Any]:
         whole.rows = [a + b for a, b in zip(whole.rows, shown["rows"], strict=True)]
         whole.rows_sum += shown["rows_sum"]
         whole.growing += shown["growing"]
+        whole.prompt_tokens += shown["prompt_tokens"]
+        whole.cached_tokens += shown["cached_tokens"]
+        whole.kept_bytes += shown["kept_bytes"]
         whole.restarts += shown["restarts"]
     return whole.shown()

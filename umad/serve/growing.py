@@ -8,21 +8,24 @@ ended, their client has left, or they failed.  Rules:
    left, or a little later; jobs join in the order in which they came;
 2. what was booked beyond the quota is given back as soon as the rest fits without it;
 3. a step that fails is done again for each alone, and only those fail that fail then;
-4. the thread can be interrupted (a revoke) in a step, never while a job joins: none gets lost.
+4. what was read of prompts is kept for those that begin alike, in bytes of the quota that no answer
+   is expected to take, and goes before any are booked or refused.  It is no answer's cost;
+5. the thread can be interrupted (a revoke) in a step, never while a job joins: none gets lost.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
 from umad.client.burst import Burst
-from umad.client.meter import Start, Took
+from umad.client.memory import give_back
+from umad.client.meter import Took
 from umad.client.worker import Worker
 from umad.core.cost import Sample
-from umad.errors import UmadError, WorkerRevoked
+from umad.errors import QuotaExceeded, UmadError, WorkerRevoked
+from umad.serve.growth import NOTHING, Growth
 from umad.serve.instance import no_room
 from umad.serve.jobs import Job
 from umad.serve.kinds.base import Generation, Joins, Prepared, Result
@@ -33,38 +36,9 @@ from umad.serve.turns import Desk, Turns
 ROWS_MAX: Final = 64
 REPORT_S: Final = 1.0  # of a turn that goes on
 RETRY_S: Final = 0.1  # between two attempts to book the next one's bytes
+KEPT_RATIO: Final = 0.25  # of the quota beside the weights: what was read of prompts, at most
+SHRUNK_S: Final = 30.0  # nothing is kept for so long after the daemon wanted it back
 log = structlog.get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """One turn: its jobs, and what is told of it next; it may last for hours under load.
-
-    ``start`` and ``began_s`` are where that began to be measured; ``tokens`` and ``rows`` those
-    of the step with the most of both since; ``predicted`` the most bytes that its answers were
-    expected to take; ``whole``: nothing has failed; ``left``: an answer has ended; ``joined`` and
-    ``carried``: the longest that has joined since, and that had joined before.
-    """
-
-    jobs: list[Job]
-    start: Start
-    began_s: float
-    tokens: int = 0
-    rows: int = 0
-    predicted: int = 0
-    whole: bool = True
-    left: bool = False
-    joined: int = 0
-    carried: int = 0
-
-    @property
-    def shows_all(self) -> bool:
-        """What was measured holds the reading of the longest prompt, which takes most."""
-        return self.whole and self.joined >= self.carried
-
-    def see(self, tokens: int, rows: int) -> None:
-        if tokens * rows > self.tokens * self.rows:
-            self.tokens, self.rows = tokens, rows
 
 
 class Growing(Turns):
@@ -78,15 +52,31 @@ class Growing(Turns):
         self._generation: Generation = runner.generation()
         self._rows: dict[Any, Job] = {}
         self._leases: list[Burst] = []
-        self._held = 0  # by the model, before the first joined
+        self._held = 0  # by the model, before the first joined, but for what is kept of prompts
         self._retry_s = 0.0
+        self._keeps_s = 0.0  # from then on
+
+    def slim(self) -> None:
+        """Let go of what is kept of prompts."""
+        self._desk.shrink.clear()
+        if self._generation.kept_bytes:
+            self._generation.shrink(0)
+            self._loaded.place.release()
+            give_back(self._worker.account)
+        self._desk.figures.kept_bytes = 0
 
     def _take(self, ended: Callable[[], bool], idle_s: float | None) -> list[Job]:
-        queue = self._queue
+        queue, shrink = self._queue, self._desk.shrink
+        began_s = time.monotonic()
         while True:
+            if shrink.is_set():
+                self._shrink()
             if not queue.waits:
                 self._desk.figures.tell(idle=True)
-                queue.wait_until(lambda: queue.waits or ended(), idle_s)
+                left_s = None if idle_s is None else began_s + idle_s - time.monotonic()
+                queue.wait_until(lambda: queue.waits or ended() or shrink.is_set(), left_s)
+                if shrink.is_set():
+                    continue
             if ended() or not queue.waits:
                 return []
             queue.drop_late()
@@ -95,17 +85,19 @@ class Growing(Turns):
 
     def _work(self, jobs: list[Job]) -> None:
         worker = self._worker
-        quota = self._desk.model().quota
-        self._held = quota - self._loaded.room(worker, quota)
+        self._held = self._holds()
         self._retry_s = 0.0
         worker.share_cores()
         start = worker.meter.begin(worker.account, coarse=False)
-        turn = _Turn(jobs, start, time.monotonic())
+        turn = Growth(jobs, start, time.monotonic())
         try:
             self._join_first(turn)
             while self._rows:
                 self._desk.between()
                 self._loaded.goes_on(self._worker, self._leases)
+                if self._desk.shrink.is_set():
+                    with turn.aside(self._worker):
+                        self._shrink()
                 self._join_more(turn)
                 self._drop_left(turn)
                 if self._rows:
@@ -118,11 +110,12 @@ class Growing(Turns):
             self._rows.clear()
             self._fit()
             self._desk.figures.growing = 0
-            self._report(turn, worker.meter.end(turn.start), time.monotonic() - turn.began_s)
+            took = turn.took.then(worker.meter.end(turn.start))
+            self._report(turn, took, time.monotonic() - turn.began_s)
 
     # --- joining ----------------------------------------------------------------------------
 
-    def _join_first(self, turn: _Turn) -> None:
+    def _join_first(self, turn: Growth) -> None:
         """The one that was taken; nobody grows, so it may wait for its bytes."""
         (job,) = turn.jobs
         try:
@@ -135,7 +128,7 @@ class Growing(Turns):
         else:
             self._join(turn, job)
 
-    def _join_more(self, turn: _Turn) -> None:
+    def _join_more(self, turn: Growth) -> None:
         queue = self._queue
         if queue.waits:
             queue.drop_late()
@@ -165,28 +158,42 @@ class Growing(Turns):
             with translated(self._desk.name, "job"):
                 job.prepared = self._runner.prepare(job.data)
 
-    def _join(self, turn: _Turn, job: Job) -> None:
+    def _join(self, turn: Growth, job: Job) -> None:
         turn.joined = max(turn.joined, job.prepared.tokens)
         job.device = self._desk.device
         name = self._generation.join(job.prepared, lambda: job.cancelled, job.emit)
         self._rows[name] = job
         self._desk.figures.growing = len(self._rows)
 
-    def _book(self, turn: _Turn, job: Job, wait_s: float) -> None:
+    def _book(self, turn: Growth, job: Job, wait_s: float) -> None:
         """Book what this one needs beside the others, where that is beyond the quota.
 
         Raises:
             UmadError: it was refused.
         """
         need = self._need(job.prepared)
-        short = need - self._room - sum(lease.bytes for lease in self._leases)
+        short = need - self._spare
+        if short > 0 and (kept := self._generation.kept_bytes):  # 4
+            self._give_way(turn, max(0, kept - short))
+            short = need - self._spare
         if short > 0:
             self._leases.append(self._worker.admit(short, wait_s=wait_s))
         turn.predicted = max(turn.predicted, need)
 
+    def _holds(self) -> int:
+        """What the model holds while nobody grows, but for what is kept of prompts."""
+        quota = self._desk.model().quota
+        return quota - self._loaded.room(self._worker, quota, self._generation.kept_bytes)
+
     @property
     def _room(self) -> int:
+        """Of the quota, for answers and what is kept of prompts."""
         return self._desk.model().quota - self._held
+
+    @property
+    def _spare(self) -> int:
+        """For answers, with what is booked beyond the quota."""
+        return self._room - self._generation.kept_bytes + sum(one.bytes for one in self._leases)
 
     def _need(self, *more: Prepared) -> int:
         """What those that grow, and one more, are expected to take together."""
@@ -199,11 +206,11 @@ class Growing(Turns):
 
     # --- stepping ---------------------------------------------------------------------------
 
-    def _step(self, turn: _Turn) -> None:
+    def _step(self, turn: Growth) -> None:
         turn.see(*self._generation.size)
         rows = len(self._rows)
         try:
-            done = self._forward(None)
+            done = self._forward(turn, None)
         except (Poisoned, WorkerRevoked) as error:
             self._fail(turn, list(self._rows), error)
             return
@@ -211,15 +218,17 @@ class Growing(Turns):
             done = self._each_alone(turn, error)
         else:
             self._desk.figures.forward(rows)
+        self._keep(turn)
         for name, result in done:
             job = self._leave(turn, name)
             turn.see(*(result.size or (0, 0)))
+            self._desk.figures.prompt(result.data)
             self._done(job, result.data)
         if done:
             self._fit()
         self._desk.figures.tell()
 
-    def _each_alone(self, turn: _Turn, error: UmadError) -> list[tuple[Any, Result]]:
+    def _each_alone(self, turn: Growth, error: UmadError) -> list[tuple[Any, Result]]:
         """A step of several has failed: do it again for each (3)."""
         if len(self._rows) == 1:
             self._fail(turn, list(self._rows), error)
@@ -230,12 +239,23 @@ class Growing(Turns):
         done: list[tuple[Any, Result]] = []
         for name in list(self._rows):
             try:
-                done += self._forward([name])
+                done += self._forward(turn, [name])
             except UmadError as its_own:
                 self._fail(turn, [name], its_own)
         return done
 
-    def _forward(self, names: list[Any] | None) -> list[tuple[Any, Result]]:
+    def _forward(self, turn: Growth, names: list[Any] | None) -> list[tuple[Any, Result]]:
+        try:
+            return self._run(names)
+        except QuotaExceeded:
+            if not self._generation.kept_bytes:
+                raise
+        self._give_way(turn, 0)  # 4
+        self._loaded.place.release()
+        give_back(self._worker.account)
+        return self._run(names)
+
+    def _run(self, names: list[Any] | None) -> list[tuple[Any, Result]]:
         with (
             self._worker.running(),
             translated(self._desk.name, "job"),
@@ -245,9 +265,47 @@ class Growing(Turns):
         self._worker.check_revoked()
         return done
 
+    # --- what was read of prompts -----------------------------------------------------------
+
+    def _keep(self, turn: Growth) -> None:
+        """Keep what the step has read, where nobody is expected to need the bytes (4)."""
+        if not self._generation.fresh:
+            return
+        turn.spared = max(turn.spared, self._generation.spared_bytes)
+        own = int(KEPT_RATIO * (self._desk.model().quota - self._loaded.runner.resident_bytes))
+        most = max(0, min(own, self._room - self._need()))
+        if time.monotonic() < self._keeps_s:
+            most = 0
+        try:
+            with (
+                turn.aside(self._worker),
+                self._worker.running(),
+                translated(self._desk.name, "keeping"),
+                self._loaded.place.use(),
+            ):
+                self._generation.keep(most)
+        except UmadError as error:
+            log.warning("prompts.not_kept", model=self._desk.name, code=error.code)
+            self._give_way(turn, 0)
+            self._failed([], error)
+        self._desk.figures.kept_bytes = self._generation.kept_bytes
+
+    def _give_way(self, turn: Growth, most: int) -> None:
+        """Keep no more than so much."""
+        with turn.aside(self._worker):
+            self._generation.shrink(most)
+        self._desk.figures.kept_bytes = self._generation.kept_bytes
+        if not self._rows:  # what it held may have pinned more than its own
+            self._held = self._holds()
+
+    def _shrink(self) -> None:
+        """The daemon wants back what is only kept warm."""
+        self.slim()
+        self._keeps_s = time.monotonic() + SHRUNK_S
+
     # --- leaving ----------------------------------------------------------------------------
 
-    def _drop_left(self, turn: _Turn) -> None:
+    def _drop_left(self, turn: Growth) -> None:
         """Let go of those whose client has left, and of all when this life ends."""
         for name, job in list(self._rows.items()):
             try:
@@ -258,12 +316,12 @@ class Growing(Turns):
                 turn.whole = False
         self._fit()
 
-    def _fail(self, turn: _Turn, names: list[Any], error: UmadError) -> None:
+    def _fail(self, turn: Growth, names: list[Any], error: UmadError) -> None:
         turn.whole = False
         self._failed([self._leave(turn, name) for name in names], error)
         self._fit()
 
-    def _leave(self, turn: _Turn, name: Any) -> Job:
+    def _leave(self, turn: Growth, name: Any) -> Job:
         job = self._rows.pop(name)
         turn.left = True
         self._generation.leave(name)
@@ -277,7 +335,7 @@ class Growing(Turns):
         """Give back what the others do not need (2), the smallest first."""
         if not self._leases:
             return
-        need, spare = self._need(), self._room + sum(lease.bytes for lease in self._leases)
+        need, spare = self._need(), self._spare
         for lease in sorted(self._leases, key=lambda one: one.bytes):
             if not self._rows or need <= spare - lease.bytes:
                 spare -= lease.bytes
@@ -285,25 +343,30 @@ class Growing(Turns):
                 self._leases.remove(lease)
                 lease.release()
 
-    def _tell_so_far(self, turn: _Turn) -> None:
+    def _tell_so_far(self, turn: Growth) -> None:
         """While it goes on: else the cost model would learn of a busy model nothing, for hours.
 
         Only when one has left: until then what was measured since the first joined says most.
         """
         took, turn.start = self._worker.meter.again(turn.start)
         now_s = time.monotonic()
-        self._report(turn, took, now_s - turn.began_s)
+        self._report(turn, turn.took.then(took), now_s - turn.began_s)
+        turn.took = NOTHING
         turn.began_s, turn.tokens, turn.rows = now_s, 0, 0
         turn.predicted, turn.whole, turn.left, turn.joined = self._need(), True, False, 0
+        turn.spared = 0
         turn.carried = max((job.prepared.tokens for job in self._rows.values()), default=0)
 
-    def _report(self, turn: _Turn, took: Took, seconds: float) -> None:
+    def _report(self, turn: Growth, took: Took, seconds: float) -> None:
         """Tell the daemon and the cost model, as of a forward."""
         if not turn.rows:
             return
         first = turn.whole and self._worker.meter.is_first(turn.tokens * turn.rows)
         exact = turn.shows_all and took.exact and not first
-        peak = max(took.bytes, turn.predicted + 1) if took.refused else took.bytes
+        # What was spared is a bound, and no finding by itself.
+        peak = max(took.bytes, min(took.bytes + turn.spared, turn.predicted))
+        if took.refused:
+            peak = max(took.bytes, turn.predicted + 1)
         report = {
             "predicted": turn.predicted,
             "peak": peak,

@@ -91,11 +91,17 @@ class Loaded:
         else:
             self._cost = CostModel(Sample(*row) for row in known.get("samples", ()))
 
-    def room(self, worker: Worker, quota: int) -> int:
-        """Bytes that a forward may take within ``quota``; below 0 where the model is over it."""
+    def room(self, worker: Worker, quota: int, kept: int = 0) -> int:
+        """Bytes that a forward may take within ``quota``; below 0 where the model is over it.
+
+        Args:
+            worker: whose quota it is.
+            quota: what the model may hold without asking, in bytes.
+            kept: of what it holds, what goes before anything is refused.
+        """
         held = self.runner.resident_bytes
         if worker.account is not None:  # what it keeps from run to run is there already
-            held = max(held, worker.account_bytes + HUGE_PAGES_BYTES)
+            held = max(held, worker.account_bytes - kept + HUGE_PAGES_BYTES)
         return quota - held
 
     def predict(self, worker: Worker, tokens: int, rows: int, worst_case: int) -> int:

@@ -168,14 +168,16 @@ def _choice(index: int, content: Mapping[str, Any], reason: str | None) -> dict[
     return {"index": index, **content, "logprobs": None, "finish_reason": reason}
 
 
-def _usage(results: Sequence[Result]) -> dict[str, int]:
-    """A prompt counts once, however many answers it has."""
+def _usage(results: Sequence[Result]) -> dict[str, Any]:
+    """A prompt counts once, however many answers it has; what one of them had to read was read."""
     prompt = max(result["prompt_tokens"] for result in results)
+    cached = min(result.get("cached_tokens", 0) for result in results)
     completion = sum(result["completion_tokens"] for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

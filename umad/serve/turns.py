@@ -6,6 +6,7 @@ that run held is given back before the next one; every job that was taken is ans
 our own costs the jobs at work and is counted, and never the thread.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Desk:
         stays: False when nothing more is to begin.
         poisoned: called when a device fault has left the whole process unusable.
         figures: what was done.
+        shrink: set when the daemon wants back what is only kept warm; who has done so clears it.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Desk:
     between: Callable[[], None]
     poisoned: Callable[[], None]
     figures: Figures
+    shrink: threading.Event
 
 
 class Turns:
@@ -99,6 +102,9 @@ class Turns:
             self._survived(error)
             self._answer_all(jobs, error)
         self._desk.figures.tell()
+
+    def slim(self) -> None:
+        """Give back what is only kept warm; called in the model's thread, between two steps."""
 
     def _take(self, ended: Callable[[], bool], idle_s: float | None) -> list[Job]:
         job = self._queue.take(ended, idle_s)

@@ -35,6 +35,21 @@ def families(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     growing = GaugeMetricFamily(
         "umad_serve_generating", "Answers that are being generated now.", labels=["model"]
     )
+    prompts = CounterMetricFamily(
+        "umad_serve_prompt_tokens",
+        "Tokens of the prompts of answers that grew together.",
+        labels=["model"],
+    )
+    cached = CounterMetricFamily(
+        "umad_serve_prompt_tokens_cached",
+        "Of these, tokens that were not read again, since an earlier prompt began alike.",
+        labels=["model"],
+    )
+    kept = GaugeMetricFamily(
+        "umad_serve_prompts_kept_bytes",
+        "What a model keeps of prompts, within its quota; it goes before anything is refused.",
+        labels=["model"],
+    )
     restarts = CounterMetricFamily(
         "umad_serve_turn_restarts",
         "Faults of umad's own in the loop that batches; each cost the requests at work.",
@@ -48,5 +63,8 @@ def families(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         for why in Why:
             batches.add_metric([model, why], work["batches"].get(why, 0))
         growing.add_metric([model], work["growing"])
+        prompts.add_metric([model], work["prompt_tokens"])
+        cached.add_metric([model], work["cached_tokens"])
+        kept.add_metric([model], work["kept_bytes"])
         restarts.add_metric([model], work["restarts"])
-    yield from (rows, batches, growing, restarts)
+    yield from (rows, batches, growing, prompts, cached, kept, restarts)

@@ -119,6 +119,7 @@ class ModelThread(Instance):
         self._jobs: list[Job] = []  # at work; a new list for each turn
         self._window_s = window_s
         self._figures = Figures(partial(tell, model.name, instance))
+        self._shrink = threading.Event()
         self._seat: Seat | None = None
         self._runs_in = 0
 
@@ -235,6 +236,7 @@ class ModelThread(Instance):
             on_evict_cancelled=self._on_spared,
             on_load=lambda _: self.call(CALL_WAIT_S),
             on_queued=self._on_queued,
+            on_shrink=self._on_shrink,
         )
         self._on = model
         return self._worker
@@ -331,6 +333,7 @@ class ModelThread(Instance):
             worker.unload()
         if not self._ended():
             log.info("model.unloaded", model=self.name, why=self._going or "nobody used it")
+            self._figures.tell(idle=True)
             self._go("")
             self._cold = True
             if self._ends_unloaded:
@@ -414,17 +417,25 @@ class ModelThread(Instance):
         self._serving = True
         self._report(self._ready)
         self.settled.set()
-        while jobs := self._next(turns):
-            self._jobs = jobs
-            turns.work(jobs)
-            self._jobs = []
-            self._client.report_segments()
-            grown = worker.grown_bytes if turns.passed_quota else 0
-            if grown > max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO)):
-                raise QuotaExceeded(
-                    f"{self._model.name} keeps {format_bytes(grown)} after a request that "
-                    "passed its quota; it is loaded afresh"
-                )
+        try:
+            while jobs := self._next(turns):
+                self._jobs = jobs
+                turns.work(jobs)
+                self._jobs = []
+                self._client.report_segments()
+                if not turns.passed_quota:
+                    continue
+                most = max(GROWN_MAX_BYTES, int(self._model.quota * GROWN_MAX_RATIO))
+                if worker.grown_bytes > most:
+                    turns.slim()
+                if (grown := worker.grown_bytes) > most:
+                    raise QuotaExceeded(
+                        f"{self._model.name} keeps {format_bytes(grown)} after a request that "
+                        "passed its quota; it is loaded afresh"
+                    )
+        finally:
+            del turns  # it has the model, and an error would keep this frame
+            self._figures.kept_bytes = 0
 
     def _desk(self) -> Desk:
         device = self._on.device
@@ -439,6 +450,7 @@ class ModelThread(Instance):
             self._client.report_segments,
             self._poisoned,
             self._figures,
+            self._shrink,
         )
 
     def _next(self, turns: Turns) -> list[Job]:
@@ -501,6 +513,11 @@ class ModelThread(Instance):
         """Called by the client's listener: a load waits, and why."""
         if told["what"] == "reserve":
             self._reason = told["reason"]
+
+    def _on_shrink(self, _told: Mapping[str, Any]) -> None:
+        """Called by the client's listener: what is kept is the model thread's to give back."""
+        self._shrink.set()
+        self._queue.wake()
 
     def _on_recycle(self, told: Mapping[str, Any]) -> None:
         """Called by the client's listener: load afresh, after the job at work.

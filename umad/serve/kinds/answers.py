@@ -2,11 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from umad.serve.kinds import generation
 from umad.serve.kinds.base import Cancelled, Emit, Prepared, Result
+from umad.serve.kinds.prefixes import Prefixes
 from umad.serve.kinds.telling import Teller
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,18 +31,49 @@ class Answers:
         model: one that ``generation.joins`` said yes of.
         tokenizer: its own.
         ends: tokens that end an answer.
+        reading: bytes that a step holds, at most, to read so many tokens of a prompt of so many.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, ends: list[int]) -> None:
-        self._packed = generation.Packed(model)
+    def __init__(
+        self, model: Any, tokenizer: Any, ends: list[int], reading: Callable[[int, int], int]
+    ) -> None:
+        self._packed = generation.Packed(model, self._recall)
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._growing: dict[generation.Sequence, tuple[Asked, Teller, Cancelled]] = {}
+        self._prefixes: Prefixes[torch.Tensor] = Prefixes(generation.BLOCK_TOKENS)
+        self._block_bytes = 1  # known with the first
+        self._fresh: list[tuple[list[int], generation.Sequence]] = []
+        self._reading = reading
+        self.fresh = 0
+        self.spared_bytes = 0
 
     @property
     def size(self) -> tuple[int, int]:
         """Tokens of the longest, and how many there are."""
         return max((len(one.tokens) for one in self._growing), default=0), len(self._growing)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of prompts."""
+        return len(self._prefixes) * self._block_bytes
+
+    def keep(self, most: int) -> None:
+        """Keep what was read of prompts, in so many bytes at most."""
+        import torch
+
+        fresh, self._fresh = self._fresh, []
+        self.fresh = self.spared_bytes = 0
+        self.shrink(most)
+        for prompt, sequence in fresh:
+            self._block_bytes = generation.block_bytes(sequence)
+            make = partial(generation.block_of, sequence)
+            with torch.inference_mode():
+                self._prefixes.add(prompt[: sequence.read], most // self._block_bytes, make)
+
+    def shrink(self, most: int) -> None:
+        """Keep no more than so many bytes."""
+        self._prefixes.shrink(most // self._block_bytes)
 
     def join(self, job: Prepared, cancelled: Cancelled, emit: Emit | None) -> generation.Sequence:
         """Begin one more at the next step; returns what names it."""
@@ -57,8 +93,11 @@ class Answers:
         """Let each grow by a token, or read on in its prompt; those that are done now."""
         import torch
 
+        names = list(self._growing if names is None else names)
+        before = {name: name.read for name in names}
         with torch.inference_mode():
-            grown = self._packed.step(list(self._growing if names is None else names))
+            grown = self._packed.step(names)
+        self._note(before)
         done = []
         for sequence in grown:
             asked, teller, cancelled = self._growing[sequence]
@@ -66,16 +105,43 @@ class Answers:
             stopped = cancelled() or token in self._ends
             if teller.add(token) or stopped or new == asked.new:
                 del self._growing[sequence]
-                data = answer_of(teller, len(asked.prompt), new, stopped=stopped)
+                data = answer_of(
+                    teller, len(asked.prompt), new, stopped=stopped, cached=sequence.recalled
+                )
                 done.append((sequence, Result(data, (len(sequence.tokens), 1))))
         return done
 
+    def _recall(self, sequence: generation.Sequence) -> None:
+        # The last token is read by each: what follows it is what is asked for.
+        if blocks := self._prefixes.find(sequence.tokens[:-1]):
+            generation.recall(sequence, blocks)
 
-def answer_of(teller: Teller, prompt: int, new: int, *, stopped: bool) -> dict[str, Any]:
-    """An answer of so many tokens that has ended; ``stopped``: not by its length."""
+    def _note(self, before: dict[generation.Sequence, int]) -> None:
+        """A step is done before which so many tokens of each were read."""
+        read = longest = 0
+        for sequence, had in before.items():
+            prompt = self._growing[sequence][0].prompt
+            if had < len(prompt) and had < sequence.read:
+                self._fresh.append((prompt, sequence))
+                read += sequence.read - max(had, sequence.recalled)
+                longest = max(longest, len(prompt) if sequence.recalled and not had else 0)
+        self.fresh += read
+        spared = min(longest, generation.PREFILL_TOKENS) - read
+        if spared > 0:
+            self.spared_bytes = max(self.spared_bytes, self._reading(spared, longest))
+
+
+def answer_of(
+    teller: Teller, prompt: int, new: int, *, stopped: bool, cached: int = 0
+) -> dict[str, Any]:
+    """An answer of so many tokens that has ended; ``stopped``: not by its length.
+
+    ``cached``: so many of the prompt others had read.
+    """
     return {
         "text": teller.finish(),
         "prompt_tokens": prompt,
+        "cached_tokens": cached,
         "completion_tokens": new,
         "finish_reason": "stop" if stopped or teller.stopped else "length",
     }

@@ -141,11 +141,32 @@ class Together(Protocol):
 class Generation(Protocol):
     """Several answers that grow together; one thread steps it.
 
-    ``size`` is (tokens of the longest, how many) of those that grow.
+    It keeps what was read of prompts, for those that begin alike, as far as it is told to.
+
+    ``size`` is (tokens of the longest, how many) of those that grow; ``kept_bytes`` is what is
+    kept.  Of the steps since the last ``keep``: ``fresh`` is how many tokens of prompts they have
+    read, ``spared_bytes`` the most that one would have held beside, had nothing been kept before.
     """
 
     @property
     def size(self) -> tuple[int, int]: ...  # noqa: D102
+    @property
+    def fresh(self) -> int: ...  # noqa: D102
+    @property
+    def spared_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def kept_bytes(self) -> int: ...  # noqa: D102
+
+    def keep(self, most: int) -> None:
+        """Keep what is fresh, and of all no more than ``most`` bytes.
+
+        One that fails has kept less.
+        """
+        ...
+
+    def shrink(self, most: int) -> None:
+        """Keep no more than ``most`` bytes: what was used last."""
+        ...
 
     def join(self, job: Prepared, cancelled: Cancelled, emit: Emit | None) -> Any:
         """Begin one more at the next step; returns what names it."""

@@ -10,7 +10,11 @@ transformers has this too (``generate_batch``).  Source: our measurement, 2 core
 layers, 16 prompts of 16 new tokens: 8.3 requests/s one by one, 0.4 with it, since its cache is
 sized by the machine and it is made for GPUs; and it has no seed for each request.
 
-Owns ``Packed``, the caches, and which models can be asked so.  Stays out: texts and sampling.
+What was read of a prompt can be copied into another that begins with the same tokens: all joining
+models have a cache of keys and values alone, each of which follows from the tokens before it.
+
+Owns ``Packed``, the caches, and which models can be asked so.  Stays out: texts and sampling, and
+what is kept for others (``prefixes``).
 """
 
 from collections.abc import Callable
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 ATTENTION: Final = "umad_packed"
 PREFILL_TOKENS: Final = 512  # of all prompts, in one step
 CHUNK_TOKENS: Final = 32  # a cache grows by so many; what is not used yet of them is charged
+BLOCK_TOKENS: Final = 32  # what was read of a prompt is kept in blocks of so many
 # Decoders with plain attention and a cache of keys and values alone.
 FAMILIES: Final = frozenset(
     {"granite", "llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
@@ -89,6 +94,7 @@ class Sequence:
     tokens: list[int]
     pick: Callable[[list[int], "torch.Tensor"], "torch.Tensor"] | None = None
     read: int = 0  # of its tokens, how many are in the cache
+    recalled: int = 0  # and how many of these others had read
     cache: "dict[int, torch.Tensor]" = field(default_factory=dict)  # by layer
 
 
@@ -106,10 +112,13 @@ class Packed:
 
     Args:
         model: one that ``joins`` said yes of.
+        recall: called for a sequence of which nothing is read yet, right before that begins: it
+            may ``recall`` what others have read.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, recall: Callable[[Sequence], None] = lambda _: None) -> None:
         self._model = model
+        self._recall = recall
 
     def step(self, sequences: list[Sequence]) -> list[Sequence]:
         """Read on in each sequence, and append the next token to those that are read to the end.
@@ -119,7 +128,7 @@ class Packed:
         """
         import torch
 
-        parts = list(_parts(sequences))
+        parts = list(_parts(sequences, self._recall))
         ids = [
             token
             for part in parts
@@ -152,9 +161,45 @@ class Packed:
         return [part.sequence for part in whole]
 
 
-def _parts(sequences: list[Sequence]) -> Any:
+def block_bytes(sequence: Sequence) -> int:
+    """What a block of its keys and values takes, of all layers."""
+    return sum(held.nbytes // held.shape[2] for held in sequence.cache.values()) * BLOCK_TOKENS
+
+
+def block_of(sequence: Sequence, at: int) -> "torch.Tensor":
+    """A copy of the keys and values of one block, which are read.
+
+    They follow from the tokens up to there alone, windows included, so they are the same in every
+    sequence that begins alike.
+
+    Shapes: the result is (layers, 2, kv_heads, BLOCK_TOKENS, size).
+    """
+    import torch
+
+    held = [sequence.cache[layer] for layer in sorted(sequence.cache)]
+    return torch.stack([one[:, :, at : at + BLOCK_TOKENS] for one in held])
+
+
+def recall(sequence: Sequence, blocks: "list[torch.Tensor]") -> None:
+    """Begin a sequence with copies of the blocks that it begins with; there is one at least."""
+    import torch
+
+    read = len(blocks) * BLOCK_TOKENS
+    layers, _, kv_heads, _, size = blocks[0].shape
+    whole = -(-len(sequence.tokens) // CHUNK_TOKENS) * CHUNK_TOKENS
+    cache = {}
+    for layer in range(layers):
+        cache[layer] = blocks[0].new_empty((2, kv_heads, whole, size))
+        torch.cat([block[layer] for block in blocks], dim=2, out=cache[layer][:, :, :read])
+    # All of it is there: one that was refused in between has read nothing.
+    sequence.cache, sequence.read, sequence.recalled = cache, read, read
+
+
+def _parts(sequences: list[Sequence], recall: Callable[[Sequence], None]) -> Any:
     at, room = 0, PREFILL_TOKENS
     for sequence in sequences:
+        if not sequence.read and room:
+            recall(sequence)
         left = len(sequence.tokens) - sequence.read
         count = left if left == 1 else min(left, room)  # those that answer are never held up
         if count:

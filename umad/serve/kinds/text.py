@@ -2,7 +2,8 @@
 
 Job: ``messages`` (list of ``{"role", "content"}``) or ``prompt``, ``max_tokens``, and where they
 are wanted ``temperature``, ``top_p``, ``seed``, ``stop``.
-Result: ``text``, ``prompt_tokens``, ``completion_tokens``, ``finish_reason`` ("stop", "length").
+Result: ``text``, ``prompt_tokens`` and of these ``cached_tokens`` (they were read for others
+before), ``completion_tokens``, ``finish_reason`` ("stop", "length").
 """
 
 import copy
@@ -96,17 +97,22 @@ class Shape:
         top_p sorted with their places, summed and masked.
         """
         tokens = prompt + new
-        read = prompt if self.prefill is None else min(prompt, self.prefill)
         width = self.heads * self.head_dim
         cache = 2 * self.kv_heads * self.head_dim * self.item_bytes * tokens
         spread = 2 * width * self.item_bytes * tokens
-        held = self.item_bytes * (4 * self.hidden + 3 * width + 3 * self.inner) + 8 * self.hidden
+        read = self.reading_bytes(prompt if self.prefill is None else self.prefill, prompt)
         matrix = 0 if self.fused else self.heads * prompt * tokens * (self.item_bytes + 8)
-        if read < prompt:
-            matrix += read * prompt * (1 + self.item_bytes)
         rows = prompt if self.all_logits else 1
         logits = self.vocabulary * (48 + rows * (self.item_bytes + 4))
-        return cache * (self.layers + 1) + spread + held * read + matrix + logits + RUN_BYTES
+        return cache * (self.layers + 1) + spread + read + matrix + logits + RUN_BYTES
+
+    def reading_bytes(self, read: int, prompt: int) -> int:
+        """Of these, what is held only to read so many tokens of the prompt at once."""
+        read = min(read, prompt)
+        width = self.heads * self.head_dim
+        held = self.item_bytes * (4 * self.hidden + 3 * width + 3 * self.inner) + 8 * self.hidden
+        mask = prompt * (1 + self.item_bytes) if read < prompt else 0
+        return read * (held + mask)
 
 
 class TextRunner:
@@ -181,7 +187,8 @@ class TextRunner:
 
     def generation(self) -> Answers:
         """Answers that grow together; for a runner that ``joins``."""
-        return Answers(self._model, self._tokenizer, self._ends())
+        reading = self._shape.reading_bytes
+        return Answers(self._model, self._tokenizer, self._ends(), reading)
 
     def _join_alone(self, job: Job, cancelled: Cancelled, emit: Emit | None) -> Result:
         answers = self.generation()
