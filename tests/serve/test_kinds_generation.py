@@ -1,6 +1,8 @@
 """Answers that grow together are the ones that each would get alone."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +101,23 @@ def test_each_answer_is_the_one_it_gets_alone(prefill: int) -> None:
     with read_in_parts_of(prefill):
         assert grown(talk, wanted, random.Random(prefill)) == alone
     assert [talk.run(job, never).data for job in wanted] == alone
+
+
+def test_what_is_let_go_of_is_gone_at_once() -> None:
+    """No cycle holds the model until the collector comes: an unload gives its bytes back."""
+    talk = runner("chat", "llama")
+    answers = talk.generation()
+    for wanted in jobs(2):
+        answers.join(talk.prepare(wanted), never, None)
+    answers.step()
+    answers.keep(1 << 30)
+    there = weakref.ref(answers)
+    gc.disable()
+    try:
+        del answers
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])

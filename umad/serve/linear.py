@@ -67,7 +67,11 @@ def _suits(weight: torch.Tensor) -> bool:
 @cache
 def _pays() -> bool:
     mkl, onednn = torch.backends.mkl, torch.backends.mkldnn
-    if not (mkl.is_available() and onednn.is_available()):  # type: ignore[no-untyped-call]
+    if not (
+        mkl.is_available()  # type: ignore[no-untyped-call]
+        and onednn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
         return False
     return vendor(Path("/proc/cpuinfo").read_text()) not in ("", "GenuineIntel")
 

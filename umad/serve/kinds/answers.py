@@ -37,7 +37,7 @@ class Answers:
     def __init__(
         self, model: Any, tokenizer: Any, ends: list[int], reading: Callable[[int, int], int]
     ) -> None:
-        self._packed = generation.Packed(model, self._recall)
+        self._packed = generation.Packed(model)
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._growing: dict[generation.Sequence, tuple[Asked, Teller, Cancelled]] = {}
@@ -96,7 +96,7 @@ class Answers:
         names = list(self._growing if names is None else names)
         before = {name: name.read for name in names}
         with torch.inference_mode():
-            grown = self._packed.step(names)
+            grown = self._packed.step(names, self._recall)
         self._note(before)
         done = []
         for sequence in grown:

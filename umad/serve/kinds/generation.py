@@ -112,23 +112,27 @@ class Packed:
 
     Args:
         model: one that ``joins`` said yes of.
-        recall: called for a sequence of which nothing is read yet, right before that begins: it
-            may ``recall`` what others have read.
     """
 
-    def __init__(self, model: Any, recall: Callable[[Sequence], None] = lambda _: None) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._recall = recall
 
-    def step(self, sequences: list[Sequence]) -> list[Sequence]:
+    def step(
+        self, sequences: list[Sequence], recall: Callable[[Sequence], None] = lambda _: None
+    ) -> list[Sequence]:
         """Read on in each sequence, and append the next token to those that are read to the end.
+
+        Args:
+            sequences: those that grow.
+            recall: called for one of which nothing is read yet, right before that begins: it may
+                ``recall`` what others have read.
 
         Returns:
             The latter.
         """
         import torch
 
-        parts = list(_parts(sequences, self._recall))
+        parts = list(_parts(sequences, recall))
         ids = [
             token
             for part in parts
