@@ -92,9 +92,9 @@ def test_there_are_few_numbers_of_rows() -> None:
     sizes = set()
     for rows in range(linear.ROWS_MIN, 8192):
         size = rows + -rows % linear.step(rows)
-        assert rows <= size <= max(rows + 15, 1.34 * rows)
+        assert rows <= size <= max(rows + 15, 1.25 * rows)
         sizes.add(size)
-    assert len(sizes) == 16 + 12 + 28
+    assert len(sizes) == 8 + 4 * 6
 
 
 @pytest.mark.parametrize(

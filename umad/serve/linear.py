@@ -7,8 +7,9 @@ float32 rounds.  Source: our measurement, AMD EPYC, one thread, time of oneDNN o
 16 rows of 384 by 1536 0.60, 64 rows 0.48, 320 rows 0.46; 128 rows of 4096 by 11008 0.47; a single
 row 1.3, four rows 0.8; a tiny layer gains nothing.
 
-Each number of rows is a kernel of its own, made in 0.2 to 0.6 ms and kept in 0.6 MiB: rows are
-rounded up so that there are few, and the engine's environment bounds how many are kept.
+Each number of rows is a kernel of its own, made in 0.2 to 0.6 ms and kept in 0.5 MiB, of which the
+model's quota must hold: rows are rounded up so that there are few, and the engine's environment
+bounds how many are kept.
 """
 
 from functools import cache
@@ -20,9 +21,6 @@ from torch.nn.functional import linear, pad
 
 ROWS_MIN: Final = 16
 WEIGHTS_MIN: Final = 1 << 17
-# Rows are rounded up to a multiple of the second up to so many of the first.
-_STEPS: Final = ((256, 16), (1024, 64))
-_STEP_MAX: Final = 256
 
 
 class Linear(torch.nn.Linear):
@@ -42,8 +40,8 @@ class Linear(torch.nn.Linear):
 
 
 def step(rows: int) -> int:
-    """So many rows are rounded up to a multiple of this."""
-    return next((size for most, size in _STEPS if rows <= most), _STEP_MAX)
+    """So many rows are rounded up to a multiple of this: four sizes from one power of 2 on."""
+    return max(ROWS_MIN, 1 << (rows - 1).bit_length() >> 3)
 
 
 def quicken(module: torch.nn.Module) -> None:
