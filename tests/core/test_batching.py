@@ -366,7 +366,7 @@ class Queue(RuleBasedStateMachine):
         while self.asked_again_s <= end_s:
             self.now_s, self.asked_again_s = max(self.now_s, self.asked_again_s), math.inf
             self.work()
-        self.now_s = end_s
+        self.now_s = max(self.now_s, end_s)  # a forward may have gone on beyond it
 
     def work(self) -> None:
         """What the worker does when it is idle: all that may begin now, one after the other."""

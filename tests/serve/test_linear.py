@@ -73,28 +73,43 @@ def test_only_large_layers_of_float32_are_quickened() -> None:
     assert [type(layer) is linear.Linear for layer in model] == [True, *[False] * 4]
 
 
-def test_rows_are_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    padded = []
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (16, [16]),
+        (17, [32]),
+        (40, [32, 16]),
+        (129, [128, 16]),
+        (160, [128, 32]),
+        (200, [128, 64, 16]),
+        (225, [128, 64, 32, 16]),
+        (600, [128, 128, 128, 128, 64, 16, 16]),
+        (120, [128]),
+    ],
+)
+def test_rows_are_done_in_pieces_of_few_sizes(rows: int, sizes: list[int]) -> None:
+    assert linear.pieces(rows, 128) == sizes
 
-    def pad(given: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
-        padded.append((len(given), by[-1]))
-        return torch.nn.functional.pad(given, by)
 
-    monkeypatch.setattr(linear, "pad", pad)
-    _, quick = layers()
-    with torch.inference_mode():
-        for rows in (16, 17, 256, 257):
-            quick(torch.randn(rows, 384))
-    assert padded == [(17, 15), (257, 63)]
+def test_little_is_padded_and_no_other_kernel_is_needed() -> None:
+    for rows in range(linear.ROWS_MIN, 2048):
+        for most in (16, 64, 128):
+            sizes = linear.pieces(rows, most)
+            assert rows <= sum(sizes) <= max(rows + 15, 1.15 * rows)
+            assert set(sizes) <= {16, 32, 64, 128}
+            assert max(sizes) <= most
 
 
-def test_there_are_few_numbers_of_rows() -> None:
-    sizes = set()
-    for rows in range(linear.ROWS_MIN, 8192):
-        size = rows + -rows % linear.step(rows)
-        assert rows <= size <= max(rows + 15, 1.25 * rows)
-        sizes.add(size)
-    assert len(sizes) == 8 + 4 * 6
+def test_a_piece_is_small() -> None:
+    assert [linear.rows_max(one) for one in (384, 4096, 11008, 128_000)] == [128, 128, 32, 16]
+
+
+def test_all_kernels_are_made_while_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(linear.Linear, "_piece", lambda _self, rows: seen.append(len(rows)))
+    monkeypatch.setattr(linear.Linear, "forward", lambda self, rows: self._piece(rows))
+    linear.quicken(torch.nn.ModuleList([torch.nn.Linear(384, 512) for _ in range(3)]))
+    assert seen == [128, 64, 32, 16]
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,25 @@ float32 rounds.  Source: our measurement, AMD EPYC, one thread, time of oneDNN o
 16 rows of 384 by 1536 0.60, 64 rows 0.48, 320 rows 0.46; 128 rows of 4096 by 11008 0.47; a single
 row 1.3, four rows 0.8; a tiny layer gains nothing.
 
-Each number of rows is a kernel of its own, made in 0.2 to 0.6 ms and kept in 0.5 MiB, of which the
-model's quota must hold: rows are rounded up so that there are few, and the engine's environment
-bounds how many are kept.
+oneDNN has a kernel for each number of rows, which takes 0.5 ms to make and 0.5 MiB for good.  So
+rows are done in pieces of few sizes, and all of these kernels are made while the model is loaded:
+what it holds does not grow in the midst of its requests.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch.nn.functional import linear, pad
 
+from umad.units import MIB
+
 ROWS_MIN: Final = 16
+ROWS_MAX: Final = 128
 WEIGHTS_MIN: Final = 1 << 17
+PIECE_BYTES: Final = 2 * MIB  # of what goes into a piece, and of what comes out of it
+PIECES: Final = 3  # in which what is left over is done; the last is padded
 
 
 class Linear(torch.nn.Linear):
@@ -32,26 +37,77 @@ class Linear(torch.nn.Linear):
         if rows < ROWS_MIN or input.dtype is not torch.float32 or torch.is_grad_enabled():
             return linear(input, self.weight, self.bias)
         flat = input.reshape(rows, self.in_features)
-        missing = -rows % step(rows)
-        if missing:
-            flat = pad(flat, (0, 0, 0, missing))
-        found = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
-        return found[:rows].view(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+        found = flat.new_empty((rows, self.out_features))
+        at = 0
+        for size in pieces(rows, self.rows_max):
+            piece = flat[at : at + size]
+            if missing := size - len(piece):
+                piece = pad(piece, (0, 0, 0, missing))
+            found[at : at + size] = self._piece(piece)[: rows - at]
+            at += size
+        return found.view(*input.shape[:-1], self.out_features)
+
+    @property
+    def rows_max(self) -> int:
+        """Of a piece."""
+        return rows_max(max(self.in_features, self.out_features))
+
+    def _piece(self, rows: torch.Tensor) -> torch.Tensor:
+        op = torch.ops.mkldnn._linear_pointwise
+        return op(rows, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def step(rows: int) -> int:
-    """So many rows are rounded up to a multiple of this: four sizes from one power of 2 on."""
-    return max(ROWS_MIN, 1 << (rows - 1).bit_length() >> 3)
+@cache
+def rows_max(features: int) -> int:
+    """Of a piece that has so many features: a power of 2."""
+    fitting = PIECE_BYTES // (4 * features)
+    return min(ROWS_MAX, max(ROWS_MIN, 1 << fitting.bit_length() >> 1))
+
+
+@lru_cache(maxsize=1024)
+def pieces(rows: int, most: int) -> list[int]:
+    """Sizes in which so many rows are done, the last one padded: powers of 2 up to ``most``."""
+    whole, left = divmod(rows, most)
+    sizes = []
+    for _ in range(PIECES - 1):
+        size = 1 << left.bit_length() >> 1  # the largest that it fills
+        if size < ROWS_MIN:
+            break
+        sizes.append(size)
+        left -= size
+    if left:
+        sizes.append(max(ROWS_MIN, 1 << (left - 1).bit_length()))
+    # As many rows as one kernel does are done by one.
+    if len(sizes) > 1 and sum(sizes) >= (one := 2 * sizes[0]):
+        sizes = [one]
+    return [most] * whole + sizes
 
 
 def quicken(module: torch.nn.Module) -> None:
-    """Have a model's large linear layers take the faster way, where this processor has one."""
+    """Have a model's large linear layers take the faster way, where this processor has one.
+
+    In the thread that will use them: torch keeps oneDNN's kernels for each by itself.
+    """
     if not _pays():
         return
+    made = set()
     for layer in module.modules():
         # A subclass, or one whose weights are not yet there, does something of its own.
-        if type(layer) is torch.nn.Linear and _suits(layer.weight):
-            layer.__class__ = Linear
+        if type(layer) is not torch.nn.Linear or not _suits(layer.weight):
+            continue
+        layer.__class__ = Linear
+        shape = (layer.in_features, layer.out_features, layer.bias is None)
+        if shape not in made:
+            made.add(shape)
+            _make_kernels(layer)
+
+
+def _make_kernels(layer: torch.nn.Linear) -> None:
+    with torch.inference_mode():
+        rows = rows_max(max(layer.in_features, layer.out_features))
+        while rows >= ROWS_MIN:
+            layer(torch.zeros(rows, layer.in_features))
+            rows //= 2
 
 
 def _suits(weight: torch.Tensor) -> bool:
