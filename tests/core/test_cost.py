@@ -154,6 +154,17 @@ def test_what_was_exceeded_would_fit_the_next_time_and_calms_down() -> None:
     assert believed(cost, 100, 2) < 1.2 * calm
 
 
+def test_a_finding_that_no_room_is_left_for_is_forgotten_by_and_by() -> None:
+    cost = model_of(*SPREAD, each=8)
+    calm = int(believed(cost, 100, 2))
+    cost.observe(Sample(100, 2, 9 * calm, calm))
+    asked = 0
+    while believed(cost, 100, 2) > 2 * calm:  # so much there is, and it never runs
+        cost.refused()
+        asked += 1
+    assert 50 < asked < 150
+
+
 def test_a_worst_case_that_is_too_low_is_passed() -> None:
     cost = CostModel()
     cost.observe(Sample(10, 1, 3 * MIB, 2 * MIB))

@@ -11,7 +11,8 @@ for attention that holds a matrix of tokens by tokens; where there is none the f
    taken for the smallest, and one somewhat larger is stretched by what its work grew;
 3. on top comes a margin, a high quantile of what the formula missed; a forward that takes more than
    was predicted widens it at once, so that the same one would fit, and each that does not lets
-   that shrink slowly;
+   that shrink slowly, as does each that was refused: else a model that has no room for it would
+   never run again, and nothing could show that it was too much;
 4. a forward that was cut short is no measurement: it is evidence that more was needed, and counts
    for the margin alone.
 
@@ -145,6 +146,10 @@ class CostModel:
             self.widening += max(wanted - sample.predicted, 0.0 if now is None else wanted - now)
         elif sample.exact and sample.predicted:
             self.widening *= WIDENING_KEPT
+
+    def refused(self) -> None:
+        """There was no room for what was predicted (3)."""
+        self.widening *= WIDENING_KEPT
 
     def predict(self, tokens: int, rows: int, worst_case: int, *, known: bool = True) -> int:
         """Bytes to book for a forward.

@@ -121,7 +121,8 @@ class Growing(Turns):
         try:
             wait_s = self._begins(job)
             self._read(job)
-            self._book(turn, job, wait_s)
+            with self._loaded.admitted():
+                self._book(turn, job, wait_s)
         except UmadError as error:
             turn.jobs.remove(job)
             self._failed([job], error)

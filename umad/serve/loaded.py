@@ -5,7 +5,8 @@ ended.  Stays out: when a model is loaded, and for whom.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
@@ -17,7 +18,7 @@ from umad.client.blocking import Client
 from umad.client.burst import Burst, Forward
 from umad.client.worker import Worker
 from umad.core.cost import BEYOND_MAX, CostModel, Sample
-from umad.errors import UmadError
+from umad.errors import QuotaDenied, UmadError
 from umad.serve.devices import Place
 from umad.serve.jobs import Job
 from umad.serve.kinds.base import Prepared, Result, Runner, Tells, Together
@@ -110,6 +111,15 @@ class Loaded:
         known = tokens * rows <= BEYOND_MAX * worker.meter.warmed
         return self._cost.predict(tokens, rows, worst_case, known=known)
 
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Around what asks for predicted bytes: the cost model hears where there is no room."""
+        try:
+            yield
+        except QuotaDenied:
+            self._cost.refused()
+            raise
+
     def observe(self, sample: Sample) -> None:
         """A forward has taken so much."""
         self._cost.observe(sample)
@@ -178,7 +188,7 @@ class Loaded:
             beyond, predicted=need, tokens=work.tokens, batch=work.rows, wait_s=wait_s
         )
         try:
-            with forward:
+            with self.admitted(), forward:
                 check()
                 try:
                     with translated(self._name, "job"), self.place.use():
