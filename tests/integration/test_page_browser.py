@@ -89,8 +89,8 @@ def test_it_follows_loads_and_evictions_by_itself(look: Any, made: PlainStack) -
         assert made.chat(model).status == 200
         expect(row(page, model)).to_have_text("ready", timeout=WITHIN_MS)
         expect(row(page, other)).to_have_text("cold", timeout=WITHIN_MS)
-        expect(page.locator("#news")).to_contain_text(f"{model} is loaded", timeout=WITHIN_MS)
-    expect(page.locator("#news")).to_contain_text("llama is asked to go: qwen")
+        expect(page.locator("#news")).to_contain_text(f"{model} has loaded", timeout=WITHIN_MS)
+    expect(page.locator("#news")).to_contain_text("llama is asked to go for qwen")
     expect(page.locator("#workers")).to_contain_text("64.0 MiB")
     assert "?" not in page.locator("main").inner_text()
     # It was mended, not made anew: who reads a row or stands on the button keeps their place.
