@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,8 @@ class Growing:
     """Each answer is its prompt, ``max_tokens`` times.
 
     At its first it keeps ``keeps`` bytes of its prompt, and is spared ``spares``.  A prompt "tight"
-    gets no memory while there is any of those.
+    gets no memory while there is any of those, and one "late" none beside two others from its
+    third token on.
     """
 
     def __init__(self, runner: Joins) -> None:
@@ -134,9 +135,11 @@ class Growing:
     def shrink(self, most: int) -> None:
         self.kept_bytes = min(most, self.kept_bytes)
 
-    @property
-    def size(self) -> tuple[int, int]:
-        return 5, len(self._rows)
+    def size(self, names: Collection[object] | None = None) -> tuple[int, int]:
+        return 5, len(self._rows if names is None else names)
+
+    def set_aside(self, name: object) -> None:
+        assert name in self._rows
 
     def join(self, job: Prepared, cancelled: Callable[[], bool], emit: Any) -> object:
         name = object()
@@ -146,11 +149,13 @@ class Growing:
     def leave(self, name: object) -> None:
         self._rows.pop(name, None)
 
-    def step(self, names: Iterable[object] | None = None) -> list[tuple[object, Result]]:
+    def step(self, names: Collection[object] | None = None) -> list[tuple[object, Result]]:
         chosen = list(self._rows if names is None else names)
         asked = [self._rows[name][0]["prompt"] for name in chosen]
         self._runner.forward(asked, lambda: any(self._rows[name][1]() for name in chosen))
         if "tight" in asked and self.kept_bytes:
+            raise MemoryError
+        if len(chosen) > 2 and any(said[1:] == ["late"] for *_, said in self._rows.values()):
             raise MemoryError
         done = []
         for name in chosen:

@@ -1,5 +1,6 @@
 """Answers that grow together are the ones that each would get alone."""
 
+import contextlib
 import gc
 import random
 import weakref
@@ -44,7 +45,7 @@ def jobs(count: int, seed: int = 3) -> list[dict[str, Any]]:
 def grown(
     talk: TextRunner, wanted: list[dict[str, Any]], chance: random.Random
 ) -> list[dict[str, Any]]:
-    """Let them join at steps by chance, and a few leave for good."""
+    """Let them join at steps by chance, a few leave for good, and a few give way to others."""
     answers = talk.generation()
     names: dict[object, int] = {}
     done: dict[int, Result] = {}
@@ -58,6 +59,8 @@ def grown(
                 lost.append(answers.join(talk.prepare(job), never, None))
         if lost and chance.random() < 0.4:
             answers.leave(lost.pop())
+        if names and chance.random() < 0.2:
+            answers.set_aside(chance.choice(list(names)))
         for name, result in answers.step():
             if name in names:
                 done[names.pop(name)] = result
@@ -196,9 +199,44 @@ def test_one_that_fails_changes_nothing_for_the_others() -> None:
     with pytest.raises(RecursionError):
         answers.step([last])
     answers.leave(last)
-    while answers.size[1]:
+    while answers.size()[1]:
         done.update(answers.step())
     assert [done[name].data for name in names] == alone
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_a_step_without_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it is refused, while others and what is kept of prompts are there."""
+    import torch
+
+    talk = runner("chat", "llama")
+    wanted = [{**job, "max_tokens": 12} for job in jobs(4)]
+    alone = [talk.run(job, never).data for job in wanted]
+    chance = random.Random(4)
+    refusals = 0
+    empty = torch.empty
+
+    def refusing(*sizes: Any, **how: Any) -> Any:
+        nonlocal refusals
+        if chance.random() < 0.5:
+            refusals += 1
+            raise MemoryError
+        return empty(*sizes, **how)
+
+    answers = talk.generation()
+    for _ in range(2):
+        names = [answers.join(talk.prepare(job), never, None) for job in wanted]
+        done: dict[object, Result] = {}
+        with monkeypatch.context() as patch, read_in_parts_of(20):
+            patch.setattr(torch, "empty", refusing)
+            while len(done) < len(names):
+                with contextlib.suppress(MemoryError):
+                    done.update(answers.step())
+                answers.keep(1 << 20)
+        for name, expected in zip(names, alone, strict=True):
+            found = done[name].data
+            assert {**found, "cached_tokens": 0} == {**expected, "cached_tokens": 0}
+    assert refusals > 10
 
 
 def test_who_has_left_ends_at_the_next_step() -> None:
@@ -211,7 +249,7 @@ def test_who_has_left_ends_at_the_next_step() -> None:
     gone = True
     ((_, result),) = answers.step()
     assert result.data["completion_tokens"] == 2
-    assert answers.size == (0, 0)
+    assert answers.size() == (0, 0)
 
 
 def test_a_job_that_cannot_be_is_refused_before_it_joins() -> None:
@@ -278,7 +316,7 @@ def test_together_they_hold_no_more_than_each_was_given() -> None:
     def grow() -> None:
         for job in read:
             answers.join(job, never, None)
-        while answers.size[1]:
+        while answers.size()[1]:
             answers.step()
 
     assert peak_bytes(grow) <= sum(job.bytes_needed for job in read)
@@ -401,7 +439,7 @@ def test_those_that_join_together_read_what_they_share_once() -> None:
     names = [shared.answers.join(shared.job(prompt), never, None) for prompt in prompts]
     shared.answers.leave(names.pop())
     done: dict[object, Result] = {}
-    while shared.answers.size[1]:
+    while shared.answers.size()[1]:
         done.update(shared.answers.step())
         shared.keep()
     assert [done[name].data["text"] for name in names] == alone[:5]

@@ -26,6 +26,7 @@ WORK = {
     "prompt_tokens": 700,
     "cached_tokens": 600,
     "kept_bytes": 4096,
+    "set_aside": 2,
     "restarts": 0,
 }
 
@@ -286,6 +287,7 @@ def test_what_the_engine_did_is_shown_until_it_is_lost():
             "umad_serve_prompt_tokens": 700,
             "umad_serve_prompt_tokens_cached": 600,
             "umad_serve_prompts_kept_bytes": 4096,
+            "umad_serve_answers_set_aside": 2,
         }.items():
             assert [one.value for one in shown[name].samples] == [value, 0]
         engine.end()

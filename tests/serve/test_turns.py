@@ -66,7 +66,9 @@ class Model:
 
     @property
     def forwards(self) -> list[list[str]]:
-        return [json.loads(line) for line in (self.folder / "forwards").read_text().splitlines()]
+        log = self.folder / "forwards"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [json.loads(line) for line in lines]
 
 
 async def ready(tmp_path: Path, engine: EngineProcess, name: str) -> Model:
@@ -304,6 +306,70 @@ def test_one_that_fails_leaves_and_the_others_grow_on(tmp_path, daemon):
             await refused(bad, ModelFailed)
             assert (await first)["text"] == "aaaa"
             assert (await good)["text"] == "memorymemory"
+            assert engine.link.status("joins")["work"]["restarts"] == 0
+
+    run(scenario())
+
+
+def test_one_that_no_memory_is_left_for_goes_on_when_another_has_left(tmp_path, daemon):
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"joins": {}})) as engine:
+            model = await ready(tmp_path, engine, "joins")
+            told: list[str] = []
+            first = await model.hold("a", max_tokens=7)
+            late = model.ask("late", max_tokens=4)
+            await asyncio.sleep(0)
+            newest = asyncio.ensure_future(
+                engine.link.run(
+                    "joins",
+                    {"prompt": "c", "max_tokens": 5},
+                    request="newest",
+                    deadline_s=10,
+                    on_chunk=lambda text, _: told.append(text),
+                )
+            )
+            await model.all_wait()
+            model.release()
+            assert (await late)["text"] == "late" * 4
+            assert (await first)["text"] == "a" * 7
+            assert (await newest)["text"] == "c" * 5
+            assert told == ["c"] * 5  # nothing twice
+            both, three, newer = ["a", "late"], ["a", "late", "c"], ["a", "c"]
+            began = model.forwards.index(three)
+            # The third step was refused and done again without the newest.
+            assert model.forwards[began:] == [*3 * [three], *2 * [both], *2 * [newer], ["c"]]
+            await until(lambda: engine.link.status("joins")["work"]["set_aside"] == 1)
+            assert engine.state("joins") == "ready"
+
+    run(scenario())
+
+
+def test_one_that_waits_for_others_may_leave_and_none_joins_before_it(tmp_path, daemon):
+    async def scenario():
+        async with engine_process(write_config(tmp_path, {"joins": {}})) as engine:
+            model = await ready(tmp_path, engine, "joins")
+            first = await model.hold("late", max_tokens=1 << 30)
+            second = model.ask("b", max_tokens=1 << 30)
+            await asyncio.sleep(0)
+            third = model.ask("c", max_tokens=1 << 30)
+            await model.all_wait()
+            model.release()
+            await until(lambda: ["late", "b", "c"] in model.forwards)
+            await until(lambda: model.forwards[-1] == ["late", "b"])
+            fourth = model.ask("d", max_tokens=1 << 30)
+            await model.all_wait()
+            count = len(model.forwards)
+            await until(lambda: len(model.forwards) > count + 5)
+            assert model.forwards[-1] == ["late", "b"]
+            third.cancel()
+            # It is tried, and gives way in turn.
+            await until(lambda: ["late", "b", "d"] in model.forwards)
+            second.cancel()
+            await until(lambda: model.forwards[-1] == ["late", "d"])
+            first.cancel()
+            await until(lambda: model.forwards[-1] == ["d"])
+            fourth.cancel()
+            await until(lambda: engine.link.status("joins")["work"]["growing"] == 0)
             assert engine.link.status("joins")["work"]["restarts"] == 0
 
     run(scenario())

@@ -28,6 +28,7 @@ class Figures:
         prompt_tokens: of the prompts of answers that grew together.
         cached_tokens: of these, those that had been read for others before.
         kept_bytes: what is kept of prompts now.
+        set_aside: times that an answer gave way to those beside it, and read its tokens again.
         restarts: faults of our own that the thread has survived.
     """
 
@@ -41,6 +42,7 @@ class Figures:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.kept_bytes = 0
+        self.set_aside = 0
         self.restarts = 0
         self._told = self.shown()
 
@@ -74,6 +76,7 @@ class Figures:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "kept_bytes": self.kept_bytes,
+            "set_aside": self.set_aside,
             "restarts": self.restarts,
         }
 
@@ -89,5 +92,6 @@ def sum_of(all_shown: Iterable[dict[str, Any]]) -> dict[str, Any]:
         whole.prompt_tokens += shown["prompt_tokens"]
         whole.cached_tokens += shown["cached_tokens"]
         whole.kept_bytes += shown["kept_bytes"]
+        whole.set_aside += shown["set_aside"]
         whole.restarts += shown["restarts"]
     return whole.shown()

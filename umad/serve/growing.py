@@ -7,7 +7,9 @@ ended, their client has left, or they failed.  Rules:
    beyond it.  While others grow nobody waits for a booking: it is asked for again when one has
    left, or a little later; jobs join in the order in which they came;
 2. what was booked beyond the quota is given back as soon as the rest fits without it;
-3. a step that fails is done again for each alone, and only those fail that fail then;
+3. a step that gets no memory is done again without the one that joined last, which is set aside
+   and reads its tokens again when another has left; a step that fails otherwise is done again for
+   each alone.  Only those fail that fail alone;
 4. what was read of prompts is kept for those that begin alike, in bytes of the quota that no answer
    is expected to take, and goes before any are booked or refused.  It is no answer's cost;
 5. the thread can be interrupted (a revoke) in a step, never while a job joins: none gets lost.
@@ -28,7 +30,7 @@ from umad.errors import QuotaExceeded, UmadError, WorkerRevoked
 from umad.serve.growth import NOTHING, Growth
 from umad.serve.instance import no_room
 from umad.serve.jobs import Job
-from umad.serve.kinds.base import Generation, Joins, Prepared, Result
+from umad.serve.kinds.base import Generation, Joins, Prepared, Result, mean_up
 from umad.serve.loaded import Loaded
 from umad.serve.translate import Poisoned, translated
 from umad.serve.turns import Desk, Turns
@@ -51,6 +53,8 @@ class Growing(Turns):
         self._runner = runner
         self._generation: Generation = runner.generation()
         self._rows: dict[Any, Job] = {}
+        self._aside: list[Any] = []  # of these, who has given way and waits, the first first
+        self._freed = False  # one has left since one was set aside
         self._leases: list[Burst] = []
         self._held = 0  # by the model, before the first joined, but for what is kept of prompts
         self._retry_s = 0.0
@@ -98,8 +102,10 @@ class Growing(Turns):
                 if self._desk.shrink.is_set():
                     with turn.aside(self._worker):
                         self._shrink()
-                self._join_more(turn)
                 self._drop_left(turn)
+                self._go_on_with_one()
+                if not self._aside:
+                    self._join_more(turn)
                 if self._rows:
                     self._step(turn)
                 if turn.left and time.monotonic() - turn.began_s >= REPORT_S:
@@ -108,6 +114,7 @@ class Growing(Turns):
             for name in self._rows:  # after a fault of our own, which is their answer
                 self._generation.leave(name)
             self._rows.clear()
+            self._aside.clear()
             self._fit()
             self._desk.figures.growing = 0
             took = turn.took.then(worker.meter.end(turn.start))
@@ -196,29 +203,37 @@ class Growing(Turns):
         """For answers, with what is booked beyond the quota."""
         return self._room - self._generation.kept_bytes + sum(one.bytes for one in self._leases)
 
-    def _need(self, *more: Prepared) -> int:
+    def _need(self, more: Prepared | None = None) -> int:
         """What those that grow, and one more, are expected to take together."""
-        read: list[Prepared] = [*(job.prepared for job in self._rows.values()), *more]
+        read = [job.prepared for job in self._rows.values()]
+        need = self._expected(read)
+        if more is None:
+            return need
+        # Far beyond all that was seen nothing may be known of them together; yet what they hold
+        # adds up, and what passes is shared: it is never more than theirs and all of this one's.
+        return min(self._expected([*read, more]), need + more.bytes_needed)
+
+    def _expected(self, read: list[Prepared]) -> int:
         if not read:
             return 0
-        longest = max(one.tokens for one in read)
+        tokens = mean_up([one.tokens for one in read])
         worst_case = sum(one.bytes_needed for one in read)
-        return self._loaded.predict(self._worker, longest, len(read), worst_case)
+        return self._loaded.predict(self._worker, tokens, len(read), worst_case)
 
     # --- stepping ---------------------------------------------------------------------------
 
     def _step(self, turn: Growth) -> None:
-        turn.see(*self._generation.size)
-        rows = len(self._rows)
+        names = [name for name in self._rows if name not in self._aside]
+        turn.see(*self._generation.size(names))
         try:
-            done = self._forward(turn, None)
+            done = self._forward(turn, names)
         except (Poisoned, WorkerRevoked) as error:
             self._fail(turn, list(self._rows), error)
             return
         except UmadError as error:
-            done = self._each_alone(turn, error)
+            done = self._each_alone(turn, names, error)
         else:
-            self._desk.figures.forward(rows)
+            self._desk.figures.forward(len(names))
         self._keep(turn)
         for name, result in done:
             job = self._leave(turn, name)
@@ -229,34 +244,53 @@ class Growing(Turns):
             self._fit()
         self._desk.figures.tell()
 
-    def _each_alone(self, turn: Growth, error: UmadError) -> list[tuple[Any, Result]]:
+    def _each_alone(
+        self, turn: Growth, names: list[Any], error: UmadError
+    ) -> list[tuple[Any, Result]]:
         """A step of several has failed: do it again for each (3)."""
-        if len(self._rows) == 1:
-            self._fail(turn, list(self._rows), error)
+        if len(names) == 1:
+            self._fail(turn, names, error)
             return []
         self._failed([], error)
         turn.whole = False
-        log.warning("batch.split", model=self._desk.name, jobs=len(self._rows), code=error.code)
+        log.warning("batch.split", model=self._desk.name, jobs=len(names), code=error.code)
         done: list[tuple[Any, Result]] = []
-        for name in list(self._rows):
+        for name in names:
             try:
                 done += self._forward(turn, [name])
             except UmadError as its_own:
                 self._fail(turn, [name], its_own)
         return done
 
-    def _forward(self, turn: Growth, names: list[Any] | None) -> list[tuple[Any, Result]]:
-        try:
-            return self._run(names)
-        except QuotaExceeded:
-            if not self._generation.kept_bytes:
-                raise
-        self._give_way(turn, 0)  # 4
-        self._loaded.place.release()
-        give_back(self._worker.account)
-        return self._run(names)
+    def _forward(self, turn: Growth, names: list[Any]) -> list[tuple[Any, Result]]:
+        """One step; whom there is no memory for is out of ``names`` afterwards (3)."""
+        while True:
+            try:
+                return self._run(names)
+            except QuotaExceeded:
+                if self._generation.kept_bytes:
+                    self._give_way(turn, 0)  # 4
+                elif len(names) > 1:
+                    self._set_aside(names.pop())
+                else:
+                    raise
+            self._loaded.place.release()
+            give_back(self._worker.account)
 
-    def _run(self, names: list[Any] | None) -> list[tuple[Any, Result]]:
+    def _set_aside(self, name: Any) -> None:
+        self._generation.set_aside(name)
+        self._aside.insert(0, name)  # who joined last is the first to go
+        self._freed = False
+        self._desk.figures.set_aside += 1
+        log.info("answer.set_aside", model=self._desk.name, beside=len(self._rows) - 1)
+
+    def _go_on_with_one(self) -> None:
+        """Of those set aside, the one that came first, where another has left."""
+        if self._aside and (self._freed or len(self._aside) == len(self._rows)):
+            self._aside.pop(0)
+            self._freed = False
+
+    def _run(self, names: list[Any]) -> list[tuple[Any, Result]]:
         with (
             self._worker.running(),
             translated(self._desk.name, "job"),
@@ -324,6 +358,10 @@ class Growing(Turns):
 
     def _leave(self, turn: Growth, name: Any) -> Job:
         job = self._rows.pop(name)
+        if name in self._aside:
+            self._aside.remove(name)
+        else:
+            self._freed = True
         turn.left = True
         self._generation.leave(name)
         self._desk.figures.growing = len(self._rows)

@@ -21,7 +21,7 @@ from umad.core.cost import BEYOND_MAX, CostModel, Sample
 from umad.errors import QuotaDenied, UmadError
 from umad.serve.devices import Place
 from umad.serve.jobs import Job
-from umad.serve.kinds.base import Prepared, Result, Runner, Tells, Together
+from umad.serve.kinds.base import Joins, Prepared, Result, Runner, Tells, Together
 from umad.serve.link import pack_vector
 from umad.serve.translate import translated
 from umad.settings import ModelSettings
@@ -85,6 +85,8 @@ class Loaded:
     def learn(self, client: Client, model: ModelSettings) -> None:
         """Ask the daemon, which keeps it, what the forwards of this model have taken so far."""
         shape = f"{model.kind} {model.device} {model.dtype} {self.runner.resident_bytes}"
+        if isinstance(self.runner, Joins) and self.runner.joins:
+            shape += " mean"  # what the tokens of a sample are, of several answers
         try:
             known = client.call("cost", {"model": model.name, "shape": shape})
         except UmadError as error:

@@ -65,6 +65,7 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "zygote.forked": "c7a166ca9f8c4fe69c360f67a8f2d4e9",
     "zygote.reaped": "6c1301a377fc42edaf7e4a6852e5480d",
     "batch.split": "6ceb14e14a2e4eefabf25d3fc8365813",
+    "answer.set_aside": "001f625143542a44b9b2af2c6fb23c61",
     "prompts.not_kept": "66a56b26adeb46b18811d634bef23b71",
     "turns.restarted": "1516918272234530a2ea281112533e2e",
     "request.bug": "589cf3bfb49f4ae3ad7719b77ce04d0b",

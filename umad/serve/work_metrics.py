@@ -50,6 +50,11 @@ def families(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         "What a model keeps of prompts, within its quota; it goes before anything is refused.",
         labels=["model"],
     )
+    aside = CounterMetricFamily(
+        "umad_serve_answers_set_aside",
+        "Times that an answer gave way for want of memory, and went on when another had ended.",
+        labels=["model"],
+    )
     restarts = CounterMetricFamily(
         "umad_serve_turn_restarts",
         "Faults of umad's own in the loop that batches; each cost the requests at work.",
@@ -66,5 +71,6 @@ def families(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
         prompts.add_metric([model], work["prompt_tokens"])
         cached.add_metric([model], work["cached_tokens"])
         kept.add_metric([model], work["kept_bytes"])
+        aside.add_metric([model], work["set_aside"])
         restarts.add_metric([model], work["restarts"])
-    yield from (rows, batches, growing, prompts, cached, kept, restarts)
+    yield from (rows, batches, growing, prompts, cached, kept, aside, restarts)

@@ -1,12 +1,12 @@
 """Answers that grow together, token by token: what each asked for, its text, and its end."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from umad.serve.kinds import generation
-from umad.serve.kinds.base import Cancelled, Emit, Prepared, Result
+from umad.serve.kinds.base import Cancelled, Emit, Prepared, Result, mean_up
 from umad.serve.kinds.prefixes import Prefixes
 from umad.serve.kinds.telling import Teller
 
@@ -48,10 +48,10 @@ class Answers:
         self.fresh = 0
         self.spared_bytes = 0
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens of the longest, and how many there are."""
-        return max((len(one.tokens) for one in self._growing), default=0), len(self._growing)
+    def size(self, names: Collection[generation.Sequence] | None = None) -> tuple[int, int]:
+        """Tokens of one of these in the mean, rounded up, and how many there are."""
+        chosen = self._growing if names is None else names
+        return mean_up([len(one.tokens) for one in chosen]), len(chosen)
 
     @property
     def kept_bytes(self) -> int:
@@ -78,17 +78,23 @@ class Answers:
     def join(self, job: Prepared, cancelled: Cancelled, emit: Emit | None) -> generation.Sequence:
         """Begin one more at the next step; returns what names it."""
         asked: Asked = job.inputs
-        sequence = generation.Sequence(list(asked.prompt), asked.pick)
+        sequence = generation.Sequence(
+            list(asked.prompt), len(asked.prompt) + asked.new, asked.pick
+        )
         teller = Teller(self._tokenizer, asked.stops, emit)
         self._growing[sequence] = (asked, teller, cancelled)
         return sequence
+
+    def set_aside(self, name: generation.Sequence) -> None:
+        """Let go of what one holds; it goes on with the next step that names it."""
+        name.forget()
 
     def leave(self, name: generation.Sequence) -> None:
         """Let go of one that is not done."""
         self._growing.pop(name, None)
 
     def step(
-        self, names: Iterable[generation.Sequence] | None = None
+        self, names: Collection[generation.Sequence] | None = None
     ) -> list[tuple[generation.Sequence, Result]]:
         """Let each grow by a token, or read on in its prompt; those that are done now."""
         import torch
@@ -111,10 +117,9 @@ class Answers:
                 done.append((sequence, Result(data, (len(sequence.tokens), 1))))
         return done
 
-    def _recall(self, sequence: generation.Sequence) -> None:
+    def _recall(self, sequence: generation.Sequence) -> "list[torch.Tensor]":
         # The last token is read by each: what follows it is what is asked for.
-        if blocks := self._prefixes.find(sequence.tokens[:-1]):
-            generation.recall(sequence, blocks)
+        return self._prefixes.find(sequence.tokens[:-1])
 
     def _note(self, before: dict[generation.Sequence, int]) -> None:
         """A step is done before which so many tokens of each were read."""

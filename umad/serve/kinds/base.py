@@ -5,7 +5,7 @@ A refusal is ``InvalidParams``.  A job that was cancelled gives a Result that ho
 until then: its caller has no use for it.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -141,15 +141,12 @@ class Together(Protocol):
 class Generation(Protocol):
     """Several answers that grow together; one thread steps it.
 
-    It keeps what was read of prompts, for those that begin alike, as far as it is told to.
-
-    ``size`` is (tokens of the longest, how many) of those that grow; ``kept_bytes`` is what is
-    kept.  Of the steps since the last ``keep``: ``fresh`` is how many tokens of prompts they have
-    read, ``spared_bytes`` the most that one would have held beside, had nothing been kept before.
+    It keeps what was read of prompts, for those that begin alike, as far as it is told to:
+    ``kept_bytes``.  Of the steps since the last ``keep``: ``fresh`` is how many tokens of prompts
+    they have read, ``spared_bytes`` the most that one would have held beside, had nothing been
+    kept before.
     """
 
-    @property
-    def size(self) -> tuple[int, int]: ...  # noqa: D102
     @property
     def fresh(self) -> int: ...  # noqa: D102
     @property
@@ -172,7 +169,14 @@ class Generation(Protocol):
         """Begin one more at the next step; returns what names it."""
         ...
 
-    def step(self, names: Iterable[Any] | None = None) -> list[tuple[Any, Result]]:
+    def size(self, names: Collection[Any] | None = None) -> tuple[int, int]:
+        """Of these, or of all: (tokens of one in the mean, rounded up; how many).
+
+        What they hold follows from all their tokens together, not from those of the longest.
+        """
+        ...
+
+    def step(self, names: Collection[Any] | None = None) -> list[tuple[Any, Result]]:
         """Let each grow by a token, or read on in its prompt; those that are done now.
 
         After a step that failed each is where it was before.
@@ -180,6 +184,10 @@ class Generation(Protocol):
         Args:
             names: those alone; all where None.
         """
+        ...
+
+    def set_aside(self, name: Any) -> None:
+        """Let go of what one holds; it reads its tokens again in the next step that names it."""
         ...
 
     def leave(self, name: Any) -> None:
@@ -200,6 +208,11 @@ class Joins(Protocol):
     def generation(self) -> Generation:
         """A new one, empty."""
         ...
+
+
+def mean_up(numbers: Sequence[int]) -> int:
+    """The mean, rounded up; 0 of none."""
+    return -(-sum(numbers) // max(1, len(numbers)))
 
 
 class Stop(Exception):  # never leaves this folder

@@ -17,7 +17,7 @@ Owns ``Packed``, the caches, and which models can be asked so.  Stays out: texts
 what is kept for others (``prefixes``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ATTENTION: Final = "umad_packed"
 PREFILL_TOKENS: Final = 512  # of all prompts, in one step
-CHUNK_TOKENS: Final = 32  # a cache grows by so many; what is not used yet of them is charged
+CHUNK_TOKENS: Final = 32  # a cache has room for so many to come; it is charged from then on
 BLOCK_TOKENS: Final = 32  # what was read of a prompt is kept in blocks of so many
 # Decoders with plain attention and a cache of keys and values alone.
 FAMILIES: Final = frozenset(
@@ -85,17 +85,23 @@ def joins(model: Any) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer: the prompt and what came after it.
+    """One answer: the prompt and what came after it, ``most`` tokens in the end.
 
     ``pick`` takes the scores of the next token (1, vocabulary) float32 and gives the token's;
     None: the likeliest.
     """
 
     tokens: list[int]
+    most: int
     pick: Callable[[list[int], "torch.Tensor"], "torch.Tensor"] | None = None
     read: int = 0  # of its tokens, how many are in the cache
     recalled: int = 0  # and how many of these others had read
     cache: "dict[int, torch.Tensor]" = field(default_factory=dict)  # by layer
+
+    def forget(self) -> None:
+        """Let go of all that was read of it; it will be read again."""
+        self.cache.clear()
+        self.read = self.recalled = 0
 
 
 @dataclass(slots=True)
@@ -116,23 +122,30 @@ class Packed:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        config = model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._kept = (getattr(config, "num_key_value_heads", None) or heads), size
+        self._layers = range(config.num_hidden_layers)
 
     def step(
-        self, sequences: list[Sequence], recall: Callable[[Sequence], None] = lambda _: None
+        self,
+        sequences: list[Sequence],
+        recall: "Callable[[Sequence], list[torch.Tensor]]" = lambda _: [],
     ) -> list[Sequence]:
         """Read on in each sequence, and append the next token to those that are read to the end.
 
         Args:
             sequences: those that grow.
-            recall: called for one of which nothing is read yet, right before that begins: it may
-                ``recall`` what others have read.
+            recall: what others have read of one of which nothing is read yet, as blocks; asked
+                right before that begins.
 
         Returns:
             The latter.
         """
         import torch
 
-        parts = list(_parts(sequences, recall))
+        parts = list(self._parts(sequences, recall))
         ids = [
             token
             for part in parts
@@ -164,6 +177,56 @@ class Packed:
             part.sequence.tokens.append(token)
         return [part.sequence for part in whole]
 
+    def _parts(
+        self, sequences: list[Sequence], recall: "Callable[[Sequence], list[torch.Tensor]]"
+    ) -> Iterator[_Part]:
+        at, room = 0, PREFILL_TOKENS
+        for sequence in sequences:
+            if not sequence.read and room and (blocks := recall(sequence)):
+                self._recall(sequence, blocks)
+            left = len(sequence.tokens) - sequence.read
+            count = left if left == 1 else min(left, room)  # those that answer are never held up
+            if count:
+                self._make_room(sequence, sequence.read + count)
+                yield _Part(sequence, at, count)
+                at += count
+                room -= count if left > 1 else 0
+
+    def _recall(self, sequence: Sequence, blocks: "list[torch.Tensor]") -> None:
+        """Begin a sequence with copies of the blocks that it begins with; there is one at least."""
+        import torch
+
+        read = len(blocks) * BLOCK_TOKENS
+        self._make_room(sequence, read)
+        for layer, held in sequence.cache.items():
+            torch.cat([block[layer] for block in blocks], dim=2, out=held[:, :, :read])
+        # All of it is there: one that was refused in between has read nothing.
+        sequence.read = sequence.recalled = read
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> None:
+        """Let its cache hold so many tokens, and some to come.
+
+        Not in the midst of a forward: what lives on among its passing tensors pins the memory
+        between, a huge page each.
+
+        Shapes: of a layer (2, kv_heads, tokens, size), keys and values.
+        """
+        import torch
+
+        kv_heads, size = self._kept
+        most = min(sequence.most, len(sequence.tokens) + CHUNK_TOKENS)
+        whole = -(-max(tokens, most) // CHUNK_TOKENS) * CHUNK_TOKENS
+        for layer in self._layers:
+            held = sequence.cache.get(layer)
+            if held is not None and held.shape[2] >= tokens:
+                continue
+            grown = torch.empty(
+                (2, kv_heads, whole, size), dtype=self._model.dtype, device=self._model.device
+            )
+            if held is not None:
+                grown[:, :, : sequence.read] = held[:, :, : sequence.read]
+            sequence.cache[layer] = grown
+
 
 def block_bytes(sequence: Sequence) -> int:
     """What a block of its keys and values takes, of all layers."""
@@ -182,34 +245,6 @@ def block_of(sequence: Sequence, at: int) -> "torch.Tensor":
 
     held = [sequence.cache[layer] for layer in sorted(sequence.cache)]
     return torch.stack([one[:, :, at : at + BLOCK_TOKENS] for one in held])
-
-
-def recall(sequence: Sequence, blocks: "list[torch.Tensor]") -> None:
-    """Begin a sequence with copies of the blocks that it begins with; there is one at least."""
-    import torch
-
-    read = len(blocks) * BLOCK_TOKENS
-    layers, _, kv_heads, _, size = blocks[0].shape
-    whole = -(-len(sequence.tokens) // CHUNK_TOKENS) * CHUNK_TOKENS
-    cache = {}
-    for layer in range(layers):
-        cache[layer] = blocks[0].new_empty((2, kv_heads, whole, size))
-        torch.cat([block[layer] for block in blocks], dim=2, out=cache[layer][:, :, :read])
-    # All of it is there: one that was refused in between has read nothing.
-    sequence.cache, sequence.read, sequence.recalled = cache, read, read
-
-
-def _parts(sequences: list[Sequence], recall: Callable[[Sequence], None]) -> Any:
-    at, room = 0, PREFILL_TOKENS
-    for sequence in sequences:
-        if not sequence.read and room:
-            recall(sequence)
-        left = len(sequence.tokens) - sequence.read
-        count = left if left == 1 else min(left, room)  # those that answer are never held up
-        if count:
-            yield _Part(sequence, at, count)
-            at += count
-            room -= count if left > 1 else 0
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -258,13 +293,7 @@ def _remember(
     import torch
 
     end = sequence.read + key.shape[1]
-    held = sequence.cache.get(layer)
-    if held is None or held.shape[2] < end:
-        size = -(-end // CHUNK_TOKENS) * CHUNK_TOKENS
-        grown = key.new_empty((2, key.shape[0], size, key.shape[2]))
-        if held is not None:
-            grown[:, :, : sequence.read] = held[:, :, : sequence.read]
-        held = sequence.cache[layer] = grown
+    held = sequence.cache[layer]
     torch.stack((key, value), out=held[:, :, sequence.read : end])
     return held[0, :, :end], held[1, :, :end]
 
