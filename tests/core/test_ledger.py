@@ -1,3 +1,8 @@
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+
 import pytest
 
 from umad.core.ledger import Ledger, Pool, Shortage
@@ -157,3 +162,82 @@ def test_check_finds_planted_damage(damage: str) -> None:
         books._leases[lease.id] = Lease(lease.id, 1, LOAD, lease.state, (("system", 0),), 1)
     with pytest.raises(InvariantBroken):
         books.check()
+
+
+class Interrupted(tuple[tuple[str, int], ...]):
+    """Parts of which the third is never reached."""
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        yield from list(super().__iter__())[:2]
+        raise asyncio.CancelledError
+
+
+def test_c19_what_is_interrupted_at_its_third_part_has_booked_nothing() -> None:
+    books = ledger()
+    granted(reserve(books, 1, 10))
+    unknown = (("system", 100), ("system", 100), ("nowhere", 100))
+    with pytest.raises(KeyError):
+        books.reserve(2, LOAD, unknown, 10.0)
+    with pytest.raises(asyncio.CancelledError):
+        books.reserve(2, LOAD, Interrupted([("system", 100)] * 4), 10.0)
+    assert (books.booked("system"), len(books.leases)) == (10, 1)
+    books.check()
+
+
+def test_c19_in_ten_thousand_random_sequences_the_leases_are_what_is_booked() -> None:
+    chance = random.Random(19)
+    done: Counter[str] = Counter()
+    for _ in range(10_000):
+        books = Ledger()
+        books.set_pool(Pool("system", 1000))
+        books.set_pool(Pool("device", 600, parent="system"))
+        for at in range(chance.randint(3, 12)):
+            done[one_step(books, chance, float(at))] += 1
+            for pool in ("system", "device"):
+                held = sum(
+                    size
+                    for lease in books.leases.values()
+                    for name, size in lease.parts
+                    if pool in (name, books.pools[name].parent)
+                )
+                assert 0 <= books.booked(pool) == held <= books.pools[pool].budget
+    assert min(done.values()) > 1000, done
+
+
+def one_step(books: Ledger, chance: random.Random, now_s: float) -> str:
+    """Something that may happen; what it was.  Whatever fails leaves the books as they were."""
+    worker, lease = chance.randint(1, 3), None
+    if books.leases:
+        lease = books.leases[chance.choice(list(books.leases))]
+    match chance.choice(
+        ["reserve"] * 3 + ["commit", "release", "settle", "drop", "fail", "cancel"]
+    ):
+        case "reserve":
+            sizes = [chance.choice([0, 1, 100, 300]) + 1 for _ in range(chance.randint(1, 4))]
+            pool, before = chance.choice(["system", "device"]), books.booked("system")
+            found = books.reserve(worker, LOAD, tuple((pool, one) for one in sizes), now_s + 3)
+            if isinstance(found, Shortage):
+                assert books.booked("system") == before
+                return "denied"
+            return "reserved"
+        case "commit" if lease is not None and lease.state is LeaseState.RESERVED:
+            books.commit(lease, chance.randint(1, lease.bytes))
+            return "committed"
+        case "release" if lease is not None and lease.state is not LeaseState.RELEASING:
+            books.release(lease)
+            return "released"
+        case "settle":
+            books.settle([worker], LOAD, chance.choice([0, 50, 500]))
+            return "settled"
+        case "drop":
+            books.drop(worker)
+            return "dropped"
+        case "fail":
+            with pytest.raises(KeyError):
+                books.reserve(worker, LOAD, (("system", 1), ("nowhere", 1)), now_s)
+            return "failed"
+        case "cancel":
+            with pytest.raises(asyncio.CancelledError):
+                books.reserve(worker, LOAD, Interrupted([("device", 1)] * 4), now_s)
+            return "cancelled"
+    return "nothing"

@@ -66,12 +66,28 @@ class PlainStack:
             (folder / name).mkdir()
             text += MODEL.format(name=name, path=folder / name, quota_mib=QUOTA_MIB, model=model)
         self.daemon = Daemon(folder, text=text).start()
+        self.front = self._serve(self.daemon.config)
+
+    @contextmanager
+    def second(self) -> Iterator[str]:
+        """One more umad-serve on the same daemon, with models of its own; its address."""
+        address = f"127.0.0.1:{free_port()}"
+        text = self.daemon.config.read_text().replace(self.address, address)
+        config = self.daemon.config.with_name("second.toml")
+        config.write_text(text.replace('name = "', 'name = "second-'))
+        front = self._serve(config)
+        try:
+            eventually(lambda: ask.get(address, "/readyz").status == 200, within_s=60)
+            yield address
+        finally:
+            front.terminate()
+            front.wait(20)
+
+    def _serve(self, config: Path) -> "subprocess.Popen[bytes]":
         program = [sys.executable, "-m", "tests.integration.plain_engine", "front"]
         with self.log.open("ab") as log:
-            self.front = subprocess.Popen(
-                [*program, "--config", str(self.daemon.config), "--log-format", "json"],
-                cwd=ROOT,
-                stderr=log,
+            return subprocess.Popen(
+                [*program, "--config", str(config), "--log-format", "json"], cwd=ROOT, stderr=log
             )
 
     def chat(self, model: str, size_mib: int = 4) -> ask.Answer:

@@ -5,6 +5,7 @@ What needs a clock of its own (two hundred seeds, thirty seconds of rivalry) is 
 
 import asyncio
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -18,9 +19,11 @@ from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.daemon.running import ROOT, Daemon, Raw, eventually
 from tests.demo import ask
@@ -297,3 +300,34 @@ def test_c30_a_limit_is_one_for_all_processes(folder: Path) -> None:
             program.kill()
             program.communicate()
         daemon.stop()
+
+
+def test_c30_every_front_shows_the_same_books(folder: Path) -> None:
+    """Two umad-serve on one daemon, each with a model of its own."""
+    with (
+        plain_stack(
+            folder, ["alpha"], budget_mib=2 * ROOM_FOR_ONE, model='isolation = "thread"'
+        ) as stack,
+        stack.second() as second,
+    ):
+        shown = [books(address) for address in (stack.address, second)]
+        assert shown[0] == shown[1]
+        booked = {key: value for key, value in shown[0].items() if "worker_booked" in key[0]}
+        assert {dict(labels)["worker"] for _, labels in booked} >= {"alpha", "second-alpha"}
+        mine = {name for name, _ in shown[0]}
+        assert {"umad_pool_budget_bytes", "umad_pool_booked_bytes", "umad_workers"} <= mine
+        assert sum(booked.values()) == shown[0]["umad_pool_booked_bytes", (("pool", "system"),)]
+
+
+def books(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """What a front shows of the daemon's ledger."""
+    with urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (one.name, tuple(sorted(one.labels.items()))): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if re.fullmatch(
+            r"umad_(workers|pool_(budget|booked)_bytes|worker_(quota|booked)_.*)", one.name
+        )
+    }

@@ -122,12 +122,14 @@ def test_without_the_daemon_inference_goes_on_and_what_needs_it_is_told_at_once(
     with served(folder, "sdxl", "image") as running:
         ask.paint(running.address, "sdxl")
         running.daemon.kill()
-        before_s = time.monotonic()
-        denied = ask.paint(running.address, "sdxl", "512x512")
-        taken_s = time.monotonic() - before_s
-        assert (denied.status, code(denied)) == (503, "arbiter_unavailable")
-        assert denied.retry_after is not None
-        assert taken_s < 0.25 + 0.25  # the client's patience, and a busy machine
+        taken_s = []
+        for _ in range(5):
+            before_s = time.monotonic()
+            denied = ask.paint(running.address, "sdxl", "512x512")
+            taken_s.append(time.monotonic() - before_s)
+            assert (denied.status, code(denied)) == (503, "arbiter_unavailable")
+            assert denied.retry_after is not None
+        assert min(taken_s) < 0.25, taken_s  # a busy machine may hold up some
         assert ask.paint(running.address, "sdxl").status == 200
         running.daemon.start()
         eventually(lambda: running.daemon.status()["workers_total"] == 2)

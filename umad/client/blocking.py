@@ -278,7 +278,7 @@ class Client:
         """Where finalizers leave what they end."""
         return self._mailbox
 
-    def current_link(self) -> Link:
+    def current_link(self, patience_s: float = _PATIENCE_S) -> Link:
         """The live connection; waits for a reconnect for a moment.
 
         Raises:
@@ -287,7 +287,7 @@ class Client:
         link = self._link
         if link is not None and link.alive:
             return link
-        self.wait_until(lambda: self.connected, _PATIENCE_S)
+        self.wait_until(lambda: self.connected, patience_s)
         link = self._link
         if link is None or not link.alive:
             raise DaemonUnavailable(

@@ -175,7 +175,7 @@ class Bond:
         if self.bound:
             return self.binding
         if self._client.on_unavailable == "deny":
-            self._client.current_link()  # says why
+            self._client.current_link(0)  # says why; it was waited for
             raise DaemonUnavailable(f"the umad daemon has not taken worker {self.name} back yet")
         return None
 
