@@ -163,6 +163,15 @@ def test_where_nothing_is_padded_each_costs_what_it_is_and_long_ones_still_go_ap
     )
 
 
+@pytest.mark.parametrize(("padded", "together"), [(True, "cba"), (False, "cbaL")])
+def test_bytes_are_those_of_what_a_forward_holds(padded, together):
+    """Padded to the longest, or in the mean of those that are not."""
+    ready = [*(item(name) for name in "cba"), item("L", 14)]
+    batcher = Batcher(WINDOW_S, Bounds(padded=padded))
+    batch = choose(batcher, *ready, bytes_max=5000)
+    assert "".join(one.id for one in batch.items) == together
+
+
 def test_after_some_rest_nobody_is_expected():
     batcher = Batcher(WINDOW_S)
     crowded(batcher, 10)

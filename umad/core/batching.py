@@ -202,7 +202,8 @@ class Batcher:
             waiting: all that wait, in order of arrival.
             now_s: the time.
             bytes_max: what a batch of several may take.
-            price: the bytes of a forward, from its (tokens, rows).
+            price: the bytes of a forward, from its (tokens of a row, rows): the padded length, or
+                the mean of rows that are not padded.
 
         Returns:
             A batch; or when to ask again, unless somebody comes before; None: nobody waits.
@@ -281,9 +282,7 @@ class Batcher:
             ):
                 refused.add(size)
                 continue
-            passed = self._passed(
-                longest, more, longest * more if padded else whole, bytes_max, price
-            )
+            passed = self._passed(more, longest * more if padded else whole, bytes_max, price)
             if passed is not None:
                 full = full or passed
                 refused.add(size)
@@ -292,20 +291,15 @@ class Batcher:
             tokens, rows, real = longest, more, whole
         if full is None:  # could it take one row more?
             area = tokens * (rows + 1) if padded else real + tokens
-            full = self._passed(tokens, rows + 1, area, bytes_max, price)
+            full = self._passed(rows + 1, area, bytes_max, price)
         return tuple(chosen), full
 
     def _passed(
-        self,
-        tokens: int,
-        rows: int,
-        area: int,
-        bytes_max: int,
-        price: Callable[[int, int], int],
+        self, rows: int, area: int, bytes_max: int, price: Callable[[int, int], int]
     ) -> Why | None:
         """The bound that a batch of this size would pass."""
         if rows > self._bounds.rows_max:
             return Why.ROWS
         if area > self.area_max:
             return Why.AREA
-        return Why.BYTES if price(tokens, rows) > bytes_max else None
+        return Why.BYTES if price(-(-area // rows), rows) > bytes_max else None

@@ -2,8 +2,9 @@
 
     bytes = base + a*tokens + b*rows + c*tokens*rows + d*tokens^2*rows
 
-``tokens`` are those of one row (the padded length), ``rows`` those of the batch.  The last term is
-for attention that holds a matrix of tokens by tokens; where there is none the fit finds 0.  Rules:
+``tokens`` are those of one row (the padded length; where rows are not padded their mean), ``rows``
+those of the batch.  The last term is for attention that holds a matrix of tokens by tokens; where
+there is none the fit finds 0.  Rules:
 
 1. before ``SAMPLES_MIN`` forwards, and for one far larger than any seen, the worst case that the
    model's configuration gives counts, never a guess; after them it gives way little by little;

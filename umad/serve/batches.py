@@ -90,8 +90,11 @@ class Batches(Turns):
         live = [job for job in jobs if self._still_begins(job)]
         if not live:
             return
-        tokens = max(job.prepared.tokens for job in live)
         rows = sum(job.prepared.rows for job in live)
+        if self._runner.bounds.padded:
+            tokens = max(job.prepared.tokens for job in live)
+        else:  # what they hold follows from all of them
+            tokens = -(-sum(job.prepared.tokens * job.prepared.rows for job in live) // rows)
         well = False
         try:
             if len(live) > 1 and not (well := self._together(live, tokens, rows)):

@@ -85,8 +85,8 @@ class Loaded:
     def learn(self, client: Client, model: ModelSettings) -> None:
         """Ask the daemon, which keeps it, what the forwards of this model have taken so far."""
         shape = f"{model.kind} {model.device} {model.dtype} {self.runner.resident_bytes}"
-        if isinstance(self.runner, Joins) and self.runner.joins:
-            shape += " mean"  # what the tokens of a sample are, of several answers
+        if not _padded(self.runner):
+            shape += " mean"  # what the tokens of a sample are, of several rows
         try:
             known = client.call("cost", {"model": model.name, "shape": shape})
         except UmadError as error:
@@ -211,6 +211,13 @@ class Loaded:
                 took = (forward.tokens, forward.batch, forward.peak, need)
                 self._cost.observe(Sample(*took, exact=forward.exact))
         return [_travelling(result.data) for result in done]
+
+
+def _padded(runner: Runner) -> bool:
+    """Whether the rows of its forwards are as long as the longest of them."""
+    if isinstance(runner, Joins) and runner.joins:
+        return False
+    return not isinstance(runner, Together) or runner.bounds.padded
 
 
 def _travelling(data: dict[str, Any]) -> dict[str, Any]:
