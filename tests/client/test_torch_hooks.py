@@ -60,3 +60,32 @@ def test_weights_become_memory_of_this_process(tmp_path):
     assert tied
     assert again == 0
     assert measured == pytest.approx(parameters, rel=0.02)
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_what_was_changed_in_a_mapping_stays_changed(tmp_path):
+    """A loader may write into the mapped weights; the file knows nothing of that."""
+    import torch
+
+    from umad.client.torch_hooks import privatise
+
+    file = tmp_path / "weights"
+    torch.arange(3000.0).numpy().tofile(file)
+    storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=12000)
+    flat = torch.empty(0).set_(storage, 0, (3000,))
+    module = torch.nn.Module()
+    module.written, module.turned = (
+        torch.nn.Parameter(one)
+        for one in (flat[:1000].view(10, 100), flat[2000:].view(10, 100).t())
+    )
+    with torch.no_grad():
+        module.written[0, 5] = -1.0
+    expected = [module.written.clone(), module.turned.clone()]
+    assert privatise(module) == 8000
+    del flat, storage
+    file.write_bytes(bytes(12000))
+    assert torch.equal(module.written, expected[0])
+    assert torch.equal(module.turned, expected[1])
+    assert module.written[0, 5] == -1.0
+    assert privatise(module) == 0
