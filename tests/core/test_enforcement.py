@@ -210,7 +210,7 @@ def test_a_worker_that_was_cut_off_for_a_moment_keeps_its_account(drive: Drive) 
 def test_without_a_free_slot_a_worker_is_judged_by_its_process(
     drive: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umad.core.membership.ACCOUNTS_MAX", 1)
+    monkeypatch.setattr("umad.core.registration.ACCOUNTS_MAX", 1)
     drive.connect(7)
     assert drive.call(7, "register", model="a", quota=MB, guard=True)["account"] == 0
     assert drive.call(7, "register", model="b", quota=MB, guard=True).get("account") is None

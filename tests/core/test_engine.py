@@ -2,6 +2,7 @@ import pytest
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity
+from umad.core import deadlines
 from umad.core.actions import Look, Unwatch
 from umad.core.pace import FAST_PACE_S
 from umad.errors import InvariantBroken
@@ -26,7 +27,7 @@ def test_a_breach_is_revoked_then_killed_then_gone(drive: Drive) -> None:
     assert note.connection == 7
     assert note.params["grace_s"] == 0.05
     assert drive.kills() == []
-    assert drive.engine.next_deadline_s() == pytest.approx(drive.now_s + 0.05)
+    assert deadlines.next_s(drive.engine.state) == pytest.approx(drive.now_s + 0.05)
     drive.pass_time(0.05)
     assert drive.last == [Look()]
     drive.look({7: 500 * MB})
@@ -248,7 +249,7 @@ def test_a_broken_invariant_is_raised(drive: Drive) -> None:
 
 
 def test_nothing_is_due_when_nothing_is_open(drive: Drive) -> None:
-    assert drive.engine.next_deadline_s() is None
+    assert deadlines.next_s(drive.engine.state) is None
     assert drive.engine.advance(5.0) == []
     assert drive.engine.disconnected(99, 5.0) == []
     drive.engine.kill_sent(identity(5), 5.0)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity, peer
-from umad.core import membership
+from umad.core import registration
 from umad.core.access import Permission
 from umad.core.actions import Notify
 from umad.errors import NameTaken, Overloaded
@@ -117,7 +117,7 @@ def test_a_model_has_the_instances_of_one_user(drive: Drive) -> None:
 
 
 def test_processes_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "PROCESSES_MAX", 2)
+    monkeypatch.setattr(registration, "PROCESSES_MAX", 2)
     program(drive)
     drive.connect(8)
     drive.call(8, "register", model="a", quota=MB)
@@ -131,7 +131,7 @@ def test_processes_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_programs_of_one_user_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "OUTSIDE_PER_USER_MAX", 1)
+    monkeypatch.setattr(registration, "OUTSIDE_PER_USER_MAX", 1)
     program(drive)
     child = Outsider(identity(71), "other", 0, identity(7))
     more = {"model": "q", "quota": MB, "process": 71, "outsider": child}

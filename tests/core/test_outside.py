@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity, process, settings, snapshot
-from umad.core import kin, outside
+from umad.core import deadlines, kin, outside
 from umad.core.actions import Unwatch, Watch
 from umad.core.engine import Engine
 from umad.core.settling import Settling
@@ -87,7 +87,7 @@ def test_a_program_is_judged_by_all_it_holds_and_killed_in_its_launchers_stead(
 def test_a_program_keeps_its_quota_when_its_launcher_has_died(drive: Drive) -> None:
     started(drive)
     drive.engine.disconnected(7, drive.now_s)
-    assert drive.engine.next_deadline_s() is None
+    assert deadlines.next_s(drive.engine.state) is None
     drive.pass_time(60.0)
     assert (shown(drive)["state"], drive.booked()) == ("ready", 400 * MB)
     look(drive, 0.1, 500 * MB)
@@ -113,7 +113,7 @@ def test_a_launcher_whose_child_ends_while_it_waits_is_told(drive: Drive) -> Non
     assert drive.answer(request) is None
     drive.exit(70)
     assert isinstance(drive.answer(request), LeaseNotFound)
-    assert drive.engine.next_deadline_s() is None
+    assert deadlines.next_s(drive.engine.state) is None
 
 
 def test_who_may_not_be_registered_by_another(drive: Drive) -> None:

@@ -2,6 +2,7 @@ import pytest
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, identity, settings
+from umad.core import deadlines
 from umad.core.access import Access
 from umad.core.actions import Refuse, Watch
 from umad.core.engine import Engine
@@ -255,7 +256,7 @@ def test_what_a_forward_gave_back_is_not_handed_out_again_below_the_reserve(driv
 def test_a_burst_expires(drive: Drive) -> None:
     worker = drive.loaded(7, "llama", 100 * MB)
     drive.call(7, "admit", worker=worker, bytes=MB, ttl_s=1.0)
-    assert drive.engine.next_deadline_s() == drive.now_s + 1.0
+    assert deadlines.next_s(drive.engine.state) == drive.now_s + 1.0
     drive.pass_time(1.0)
     assert drive.event("lease_expired")["bytes"] == MB
     drive.look({7: 50 * MB})
@@ -431,7 +432,7 @@ def test_leases_per_worker_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyP
 
 
 def test_workers_per_connection_are_bounded(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umad.core.membership.WORKERS_PER_CONNECTION_MAX", 1)
+    monkeypatch.setattr("umad.core.registration.WORKERS_PER_CONNECTION_MAX", 1)
     drive.loaded(7, "llama", 100 * MB)
     assert isinstance(drive.refused(7, "register", model="b", quota=MB), Overloaded)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.drive import Drive
 from tests.core.fakes import MB, engine, snapshot
-from umad.core import switching
+from umad.core import deadlines, switching
 from umad.core.actions import Reload
 from umad.errors import QuotaDenied
 
@@ -227,7 +227,7 @@ def test_a_victim_that_misses_its_deadline_is_asked_no_more(drive):
     model(drive, 3, 900)
     request = rival(drive, 2, 900)
     assert asked(drive) == [1]
-    assert drive.engine.next_deadline_s() == drive.now_s + 5.0
+    assert deadlines.next_s(drive.engine.state) == drive.now_s + 5.0
     drive.pass_time(5.0)
     assert (drive.event("evict_missed")["worker"], cancelled(drive), asked(drive)) == (
         "m1",

@@ -352,10 +352,14 @@ def test_a_file_that_makes_no_sense_is_told_of_and_dropped(folder: Path, text: s
 
 def test_what_could_not_be_written_is_told_once_and_written_later(folder: Path) -> None:
     state, adoptions, file = engine().state, Adoptions(folder, "/"), folder / "outside.json"
-    adoptions.adopted(check_params("adopt", {"model": "a", "unit": "a.service", "quota": MIB}))
+    adoptions.answered(
+        "adopt", check_params("adopt", {"model": "a", "unit": "a.service", "quota": MIB})
+    )
     assert adoptions.keep(state) == ""
     kept = file.read_text()
-    adoptions.adopted(check_params("adopt", {"model": "b", "unit": "b.service", "quota": MIB}))
+    adoptions.answered(
+        "adopt", check_params("adopt", {"model": "b", "unit": "b.service", "quota": MIB})
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept), hard))  # the disk is full
     try:
@@ -369,7 +373,7 @@ def test_what_could_not_be_written_is_told_once_and_written_later(folder: Path) 
     assert "b.service" in file.read_text()
     file.unlink()
     file.mkdir()
-    adoptions.disowned("a")
+    adoptions.answered("disown", {"name": "a"})
     assert "cannot write" in adoptions.keep(state), "another reason"
     assert [one.name for one in folder.iterdir()] == ["outside.json"]
 

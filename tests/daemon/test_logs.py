@@ -20,7 +20,7 @@ from umad.serve import logs as serve_logs
 MEAN = "x\x1b[2J\x1b]0;owned\x07\n03:00:00 umad   all is well"
 FIELDS = {"timestamp": "03:11:00", "level": "warning"}
 SOURCES = Path(umad.__file__).parent
-TELLS = {"Event", "event", "_event", "_case_event", "_happened", "_rest", "spare"}
+TELLS = {"Event", "event", "_event", "_case_event", "happened", "at_once", "_rest", "spare"}
 LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tests.simulation.machine import Body, Machine
 from tests.simulation.steps import Ask, Found, Lost, Pending, Scenario, Steps, Task
 from umad.config import Settings, parse
-from umad.core import kin
+from umad.core import deadlines, kin
 from umad.core.access import Access
 from umad.core.actions import (
     Action,
@@ -200,7 +200,7 @@ class World:
         return LOOK_WAITING_S if any(map(len, state.queues)) else LOOK_IDLE_S
 
     def _arm(self) -> None:
-        due_s = self.engine.next_deadline_s()
+        due_s = deadlines.next_s(self.engine.state)
         if due_s is None or (self._armed_s is not None and self._armed_s <= due_s):
             return
         self._armed_s = due_s

@@ -1,4 +1,4 @@
-"""What core wants done.  Frozen values; daemon/effects.py carries them out, tests compare them."""
+"""What core wants done.  Frozen values; daemon/deeds.py carries them out, tests compare them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

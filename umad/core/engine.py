@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from umad.config import Settings
 from umad.core import (
+    deadlines,
     enforcement,
     grants,
     kin,
@@ -37,7 +38,6 @@ from umad.core.actions import Action, Event, Look, Notify, Refuse, RememberStop,
 from umad.core.audit import ProcessBooks, breaches, still_there
 from umad.core.pace import Pace, fastest, pace
 from umad.core.state import Client, State
-from umad.core.watchdog import LEAKING_AFTER_S
 from umad.errors import AccessDenied, RequestRejected, UnknownMethod
 from umad.values import (
     SYSTEM_POOL,
@@ -251,7 +251,7 @@ class Engine:
                 actions.extend(enforcement.carry_out(state, opened, now_s))
         for verdict in state.watchdog.judge(found, snapshot, now_s):
             actions.extend(enforcement.carry_out(state, verdict, now_s))
-        self._forget_left()
+        membership.forget_left(state)
         actions.extend(outside.settle(state, now_s))
         actions.extend(pressure.observe(state, now_s))
         room.take_overdrawn(state, books)
@@ -312,32 +312,11 @@ class Engine:
                 case.killed_s = now_s
 
     def advance(self, now_s: float) -> list[Action]:
-        """Time has passed; ``next_deadline_s`` says when this is due."""
+        """Time has passed; ``deadlines.next_s`` says when this is due."""
         look = self.state.watchdog.next_look_s()
         if look is not None and look <= now_s:
             return [Look()]
         return self._record(self._advance(now_s), now_s)
-
-    def next_deadline_s(self) -> float | None:
-        """When ``advance`` must be called at the latest."""
-        state = self.state
-        moments = [
-            state.watchdog.next_look_s(),
-            state.ledger.next_deadline_s(),
-            *(queue.next_deadline_s() for queue in state.queues),
-            None if state.mutex.holder is None else state.mutex.holder.deadline_s,
-            *(
-                member.cut_off_s + state.settings.leases.reconnect_grace
-                for member in state.members.values()
-                if member.cut_off_s is not None and member.state != "leaving"
-            ),
-            *(
-                member.draining.deadline_s
-                for member in state.members.values()
-                if member.draining is not None
-            ),
-        ]
-        return min((moment for moment in moments if moment is not None), default=None)
 
     def pace(self, now_s: float) -> Pace:
         """When the next look at memory comes, and who is glanced at until then."""
@@ -378,7 +357,7 @@ class Engine:
         yield from outside.unanswered(self.state, process)
         for key in process.members:
             freed += self.state.ledger.drop(key)
-            self._remove(key)
+            membership.remove(self.state, key)
         if case is None:
             yield Event(
                 "exited",
@@ -389,76 +368,11 @@ class Engine:
             yield enforcement.stopped(self.state, case, max(freed, case.booked), now_s)
         yield Unwatch(identity)
 
-    def _remove(self, key: int) -> None:
-        member = self.state.members.pop(key)
-        self.state.watchdog.drop(member.worker.identity, key)
-        self.state.mutex.take_away(key)
-        for queue in self.state.queues:
-            queue.pop_worker(key)
-        if member.client is not None and member.client in self.state.clients:
-            self.state.clients[member.client].workers.discard(key)
-
-    def _forget_left(self) -> None:
-        """Workers that left and hold nothing any more."""
-        for process in self.state.processes.values():
-            for key in () if process.ended else list(process.members):
-                member = self.state.members[key]
-                if member.revoked:
-                    continue  # its thread may live on, and its slot with it
-                if member.state == "leaving" and not self.state.ledger.booked_by(key):
-                    self._remove(key)
-                    process.members.discard(key)
-                    if member.worker.account is not None:
-                        process.accounts.discard(member.worker.account)
-
     def _advance(self, now_s: float) -> Iterator[Action]:
-        state = self.state
-        for lease in state.ledger.expired(now_s):
-            member = state.members[lease.worker]
-            membership.end_lease(state, lease)
-            state.counters["leases_expired"] += 1
-            level = "warning" if lease.kind is LeaseKind.LOAD else "info"
-            yield Event(
-                "lease_expired",
-                level,
-                {"worker": member.worker.name, "lease": lease.id, "bytes": lease.bytes},
-            )
-        yield from self._find_leaks(now_s)
-        for process in state.processes.values():
-            if process.unclaimed and process.unclaimed_until_s <= now_s:
-                yield from returning.abandon(process)
-        holder = state.mutex.holder
-        if holder is not None and holder.deadline_s <= now_s:
-            state.mutex.take_away(holder.worker)
-            name = state.members[holder.worker].worker.name
-            yield Event("init_lock_expired", "warning", {"worker": name})
-        for member in list(state.members.values()):
-            if member.cut_off_s is None or member.state == "leaving":
-                continue
-            if now_s - member.cut_off_s >= state.settings.leases.reconnect_grace:
-                yield from membership.leave(state, member, "connection lost", now_s)
-        for queue in state.queues:
-            for waiter in queue.pop_expired(now_s):
-                grants.waits_no_more(state, waiter.worker)
-                yield from grants.give_up(state, waiter, now_s)
+        yield from deadlines.passed(self.state, now_s)
         yield from self._served(now_s)
-        yield from switching.reconcile(state, now_s)
-        yield from self._drop_processes()
-
-    def _find_leaks(self, now_s: float) -> Iterator[Action]:
-        """Workers that said they gave bytes back and still hold them: booked, and told of."""
-        for key, member in self.state.members.items():
-            releasing = self.state.ledger.holding(key).releasing
-            if not releasing:
-                member.releasing_s, member.leaking = None, False
-            elif member.releasing_s is None:
-                member.releasing_s = now_s
-            elif self.state.processes[member.worker.identity].ended:
-                continue  # its end was no claim of its worker's
-            elif not member.leaking and now_s - member.releasing_s >= LEAKING_AFTER_S:
-                member.leaking = True
-                self.state.counters["leaks"] += 1
-                yield membership.event("leaking", member, "warning", held_bytes=releasing)
+        yield from switching.reconcile(self.state, now_s)
+        yield from membership.forget_processes(self.state)
 
     def _served(self, now_s: float) -> Iterator[Action]:
         """Whoever can be served now is served."""
@@ -469,15 +383,6 @@ class Engine:
                 self.state.inits.remove(waiter)
                 yield requests.lock_granted(self.state, waiter, now_s)
         yield from grants.moved(self.state)
-
-    def _drop_processes(self) -> Iterator[Action]:
-        """Processes without a worker are nobody's business."""
-        for identity, process in list(self.state.processes.items()):
-            if process.members or process.unclaimed:
-                continue
-            if self.state.watchdog.case(identity) is None:
-                del self.state.processes[identity]
-                yield Unwatch(identity)
 
     def _record(self, actions: Iterable[Action], now_s: float) -> list[Action]:
         """Number events, keep the last ones, and send them to who listens."""

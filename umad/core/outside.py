@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from umad.config import Settings
-from umad.core import grants, membership
+from umad.core import grants, membership, registration
 from umad.core.actions import Action, Event, Refuse, Unwatch, Watch
 from umad.core.membership import Call, Params
 from umad.core.settling import Settling
@@ -32,7 +32,7 @@ def adopt(state: State, call: Call) -> Iterator[Action]:
     params, outsider = call.params, call.outsider
     assert outsider is not None, "the shell has found the unit"
     assert call.process is not None
-    peak = membership.peak_of(params)
+    peak = registration.peak_of(params)
     membership.check_fits(state, params["pool"], peak)
     held = call.process.bytes.value
     if held is None:
@@ -133,8 +133,8 @@ def take_over(
         raise MemoryUnknown("memory has not been read yet", retry_after_s=0.5)
     if params["pool"] not in state.ledger.pools:
         raise NeverFits(f"there is no pool {params['pool']!r} on this machine")
-    peak = membership.peak_of(params)
-    old = membership.find(state, params["model"], 0)
+    peak = registration.peak_of(params)
+    old = registration.find(state, params["model"], 0)
     if old is not None:
         raise NameTaken(f"worker {old.worker.name!r} is pid {old.worker.identity.pid} already")
     ours = [one for one in (outsider.identity, *outsider.others) if one in state.processes]
@@ -142,7 +142,7 @@ def take_over(
         raise InvalidParams(
             f"process {ours[0].pid} of {outsider.unit or outsider.comm} is a worker of umad already"
         )
-    worker = membership.new_worker(state, params, outsider.identity, peak)
+    worker = registration.new_worker(state, params, outsider.identity, peak)
     process = Process.of(outsider)
     process.members.add(worker.id)
     state.processes[outsider.identity] = process

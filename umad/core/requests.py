@@ -15,11 +15,11 @@ from umad.core.membership import (
     end_lease,
     event,
     own,
-    register,
     revoked,
     set_quota,
     unregister,
 )
+from umad.core.registration import register
 from umad.core.state import Member, State
 from umad.core.waiting import Waiter
 from umad.errors import (

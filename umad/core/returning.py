@@ -1,7 +1,7 @@
 """Account pages that are found after a restart of the daemon, until their workers are back.
 
 What an open account may hold stays kept free: its guard goes on handing it out.  Workers take
-theirs back one by one (``membership.register``); what nobody comes for is taken away.
+theirs back one by one (``registration.register``); what nobody comes for is taken away.
 """
 
 from collections.abc import Iterator

@@ -140,13 +140,23 @@ class Adoptions:
         self._written, self._problem = text, ""
         return ""
 
-    def adopted(self, params: Params) -> None:
-        """A unit was adopted by command: from now on whenever it runs."""
-        self._units[params["unit"]] = params
+    def outsider(self, peer: Peer, method: str, params: Params) -> Outsider | None:
+        """Of whom a request speaks that is not its sender.
 
-    def disowned(self, name: str) -> None:
-        """No more."""
-        self._units = {unit: one for unit, one in self._units.items() if one["model"] != name}
+        Raises:
+            RequestRejected: there is no such program, or it is not the sender's to speak for.
+        """
+        if method == "register" and "process" in params:
+            return launched(peer, params["process"], self._root)
+        return running_unit(params["unit"], self._root) if method == "adopt" else None
+
+    def answered(self, method: str, params: Params) -> None:
+        """A request was granted: a unit is adopted from now on whenever it runs, or no more."""
+        if method == "adopt":
+            self._units[params["unit"]] = params
+        elif method == "disown":
+            name = params["name"]
+            self._units = {unit: one for unit, one in self._units.items() if one["model"] != name}
 
     def due(self, state: State, now_s: float) -> Iterator[tuple[Outsider, Params]]:
         """What runs and is not under quota yet; looked for every second."""
