@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +282,22 @@ def test_a_child_uses_a_connection_of_its_own(daemon):
         assert client.call("ping") == {}
         burst.release()
         assert daemon.booked == 0
+
+
+def test_a_child_waits_for_no_lock_of_its_parents(daemon):
+    with connect(daemon.path) as client:
+        with client.lock:  # as another thread might hold it at that moment
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(5)
+                code = 1
+                try:
+                    client.on("reloaded", print)
+                    assert client.call("ping") == {}
+                    code = 0
+                finally:
+                    os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_allow_works_without_a_daemon_and_finds_it_later(make_daemon, until):

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.serve import fake_torch
 from umad.config import Settings
-from umad.serve import engine, supervisor, worker
+from umad.serve import berth, engine, supervisor
 from umad.serve import main as front
 from umad.serve.kinds.base import Result
 from umad.serve.loaded import Load
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["front"]:
         _engine_command, supervisor.engine_command = supervisor.engine_command, _own_command
         sys.exit(front.main(sys.argv[2:]))
-    worker.FALLBACK_WAIT_S = 0.5
+    berth.FALLBACK_WAIT_S = 0.5
     sys.exit(engine.main(libraries=libraries))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from umad.config import Settings
-from umad.serve import engine, worker
+from umad.serve import at_work, engine
 from umad.serve.kinds.base import Result
 from umad.serve.loaded import Load
 
@@ -145,6 +145,6 @@ def libraries(_settings: Settings) -> Load:
 
 if __name__ == "__main__":
     # A stuck thread is given up soon, and its successor begins at once.
-    worker.STUCK_AFTER_S = 1.0
+    at_work.STUCK_AFTER_S = 1.0
     engine.STUCK_HOLD_S = 0.1
     sys.exit(engine.main(libraries=libraries))

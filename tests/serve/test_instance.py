@@ -7,6 +7,7 @@ import pytest
 from umad.errors import UmadError
 from umad.serve import instance
 from umad.serve.instance import Instance, stopped
+from umad.serve.jobs import JobQueue
 from umad.serve.link import ModelState
 from umad.settings import ModelSettings
 
@@ -17,7 +18,8 @@ class Faulty(Instance):
     """Its first life ends with a fault of our own."""
 
     def __init__(self, told: list[ModelState]) -> None:
-        super().__init__(MODEL, 0, lambda _model, _instance, state: told.append(state))
+        queue = JobQueue(MODEL.name)
+        super().__init__(MODEL, 0, queue, lambda _model, _instance, state: told.append(state))
         self.lives = 0
         self.second = threading.Event()
 
@@ -33,6 +35,9 @@ class Faulty(Instance):
             raise ValueError("mmap closed or invalid")
         self.second.set()
         self._stopping.wait(10)
+        return stopped()
+
+    def _why_ended(self) -> UmadError:
         return stopped()
 
 

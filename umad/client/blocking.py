@@ -1,9 +1,9 @@
 """The client of the daemon for ordinary threads.
 
-Owns the connection's life: connect, hello, reconnect with back-off, registering workers again,
-and what a fork does to it.  Every call has a deadline.  One background thread per client (the
-listener) runs callbacks, ends leases that were leaked, and reconnects; calls do not pass through
-it (see ``link``).
+Owns the connection's life: connect, hello, reconnect with back-off, and what a fork does to it.
+Every call has a deadline.  One background thread per client (the listener) reconnects, has the
+workers registered again, ends leases that were leaked, and runs callbacks; calls do not pass
+through it (see ``link``).  Whose workers and callbacks those are is ``crew``.
 """
 
 import logging
@@ -13,13 +13,13 @@ import random
 import select
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from umad.client import caches
+from umad.client.crew import Callback, Crew
 from umad.client.dial import dial, not_running
 from umad.client.link import Link
 from umad.client.mailbox import Ended, Hold, Mailbox, Undo
@@ -31,7 +31,6 @@ from umad.errors import (
     LeaseNotFound,
     RequestRejected,
     UmadError,
-    WorkerRevoked,
 )
 from umad.values import SYSTEM_POOL
 from umad.wire.messages import PROTOCOL_VERSION, Notification
@@ -47,7 +46,6 @@ logger = logging.getLogger("umad.client")
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 OnUnavailable = Literal["deny", "allow"]
-Callback = Callable[[dict[str, Any]], None]
 
 
 def connect(
@@ -87,8 +85,7 @@ class Client:
         self._name = name
         self._new_locks()
         self._closing = threading.Event()
-        self._callbacks: defaultdict[str, list[Callback]] = defaultdict(list)
-        self._workers: dict[Worker, None] = {}  # in the order of their registration
+        self._crew = Crew(self._lock)
         self._segments_due_s = 0.0
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
@@ -143,8 +140,7 @@ class Client:
 
     def on(self, method: str, callback: Callback) -> None:
         """Have ``callback(params)`` run in the listener thread for each such notification."""
-        with self._lock:
-            self._callbacks[method].append(callback)
+        self._crew.hear(method, callback)
 
     def worker(
         self,
@@ -221,8 +217,7 @@ class Client:
         except DaemonUnavailable:
             if self.on_unavailable == "deny":
                 raise
-        with self._lock:
-            self._workers[worker] = None
+        self._crew.add(worker)
         self._mailbox.wake()  # the connection may have changed since
         return worker
 
@@ -231,7 +226,7 @@ class Client:
 
         Nothing is told in a process that uses no device, or has no worker.
         """
-        if not self._workers or (monotonic() < self._segments_due_s and not at_once):
+        if not self._crew.workers or (monotonic() < self._segments_due_s and not at_once):
             return
         self._segments_due_s = monotonic() + _SEGMENTS_EVERY_S
         segments = caches.device_segments()
@@ -315,8 +310,7 @@ class Client:
 
     def forget(self, worker: Worker) -> None:
         """The worker is closed; do not register it again."""
-        with self._lock:
-            self._workers.pop(worker, None)
+        self._crew.forget(worker)
 
     def end(self, hold: Hold, *, leaked: bool, method: str = "release") -> None:
         """End a lease, now or, without a connection, as soon as there is one."""
@@ -406,7 +400,7 @@ class Client:
                     self._reconnect()
                 if (link := self._link) is not None:
                     link.pump()
-                    retry_s = None if self._bind_workers(link) else _BACKOFF_MAX_S
+                    retry_s = None if self._crew.bind(link) else _BACKOFF_MAX_S
                 self._work_off()
         finally:
             self._dispose()
@@ -428,32 +422,6 @@ class Client:
             self._closing.wait(random.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
-    def _bind_workers(self, link: Link) -> bool:
-        """Register those that this connection does not know; False: try again later."""
-        with self._lock:
-            unbound = [worker for worker in self._workers if not worker.bond.is_bound_to(link)]
-        done = True
-        for worker in unbound:
-            try:
-                worker.bond.bind(link)
-            except DaemonUnavailable:
-                return True  # the loss wakes us anyhow
-            except WorkerRevoked as error:  # before the daemon restarted: it is not to come back
-                self.forget(worker)
-                if not worker.revoked.is_set():
-                    told = {"reason": error.message, **error.details}
-                    worker.revoke(told)
-                    self._call(worker.callbacks.get("revoke"), told)
-                continue
-            except UmadError as error:
-                logger.warning("worker %s was not taken back: %s", worker.name, error.message)
-                done = False
-            with self._lock:
-                gone = worker not in self._workers
-            if gone:  # closed meanwhile
-                worker.bond.unregister()
-        return done
-
     def _work_off(self) -> None:
         for item in self._mailbox.take():
             try:
@@ -462,45 +430,19 @@ class Client:
                 elif isinstance(item, Undo):
                     self.call_on(item.link, item.method, item.params)
                 else:
-                    self._run_callbacks(*item)
+                    self._hear(*item)
             except UmadError as error:
                 logger.warning("%s was refused: %s", type(item).__name__.lower(), error.message)
 
-    def _run_callbacks(self, link: Link, note: Notification) -> None:
-        if note.method == "shrink":
-            self._shrink()
-        with self._lock:
-            callbacks = [
-                *self._callbacks.get(note.method, ()),
-                *(
-                    worker.callbacks.get(note.method)
-                    for worker in self._workers
-                    if worker.bond.is_bound_to(link, note.params.get("worker"))
-                ),
-            ]
-        for callback in callbacks:
-            self._call(callback, note.params)
-
-    def _shrink(self) -> None:
-        """Give back what is only kept warm, and say how the rest lies."""
-        with self._lock:
-            slots = [worker.account for worker in self._workers]
-        caches.release(slots)
-        self.report_segments(at_once=True)
-
-    def _call(self, callback: Callback | None, params: dict[str, Any]) -> None:
-        if callback is not None:
-            try:
-                callback(params)
-            except Exception:  # the user's code must not end the listener
-                logger.exception("a callback failed")
+    def _hear(self, link: Link, note: Notification) -> None:
+        if note.method == "shrink":  # what is only kept warm goes, and how the rest lies is told
+            caches.release(self._crew.accounts())
+            self.report_segments(at_once=True)
+        self._crew.tell(link, note)
 
     def _on_notification(self, link: Link, note: Notification) -> None:
         if note.method == "revoke":  # at once; the callbacks can wait for the listener
-            with self._lock:
-                for worker in self._workers:
-                    if worker.bond.is_bound_to(link, note.params.get("worker")):
-                        worker.revoke(note.params)
+            self._crew.revoke(link, note)
         self._mailbox.put((link, note))
 
     def _on_late(self, link: Link, method: str, params: Mapping[str, Any], result: Any) -> None:
@@ -513,6 +455,7 @@ class Client:
     def forked(self) -> None:
         """In the child of a fork: leave the parent's connection and workers alone."""
         self._new_locks()  # another thread of the parent may have held the old ones
+        self._crew.lock = self._lock
         if self._closing.is_set() or self._thread is None:
             return
         self._closing = threading.Event()
@@ -522,9 +465,7 @@ class Client:
         if self._link is not None:
             self._link.abandon()
             self._link = None
-        for worker in self._workers:
-            worker.bond.abandon()
-        self._workers.clear()
+        self._crew.abandon()
 
 
 def _forked() -> None:

@@ -1,9 +1,9 @@
 """One instance of a model in the engine, whatever it runs in: its lives and the waits between them.
 
-Owns ``Instance``: live, say why that ended, wait, live again.  What a life is stands in
-``worker`` (a thread that runs the model) and in ``process`` (a thread that minds the process
-which does).  A life goes on while the model is in memory, and while it is cold: not loaded, until
-somebody wants it.
+Owns ``Instance``: live, say why that ended, wait, live again; and the seat at its model's queue,
+which it has while it would answer jobs.  What a life is stands in ``worker`` (a thread that runs
+the model) and in ``process`` (a thread that minds the process which does).  A life goes on while
+the model is in memory, and while it is cold: not loaded, until somebody wants it.
 """
 
 import threading
@@ -25,7 +25,8 @@ from umad.errors import (
     WaitedTooLong,
     WorkerRevoked,
 )
-from umad.serve.link import ModelState
+from umad.serve.jobs import JobQueue, Seat
+from umad.serve.link import ModelState, not_loaded
 from umad.serve.translate import translated
 from umad.settings import ModelSettings
 
@@ -53,6 +54,7 @@ class Instance(threading.Thread):
     Args:
         model: what to load.
         instance: 0 for the first copy.
+        queue: the model's.
         report: told every change of state; called from several threads.
         hold_s: wait this long before the first load (the model was revoked just before).
     """
@@ -61,6 +63,7 @@ class Instance(threading.Thread):
         self,
         model: ModelSettings,
         instance: int,
+        queue: JobQueue,
         report: Callable[[str, int, ModelState], None],
         hold_s: float = 0.0,
     ) -> None:
@@ -68,6 +71,8 @@ class Instance(threading.Thread):
         super().__init__(name=f"{model.name}/{instance}", daemon=True)
         self._model = model
         self._instance = instance
+        self._queue = queue
+        self._seat: Seat | None = None
         self._report_to = report
         self._hold_s = hold_s
         self._stopping = threading.Event()
@@ -91,6 +96,22 @@ class Instance(threading.Thread):
     @abstractmethod
     def _live(self) -> UmadError:
         """Load, serve, unload; returns why that ended."""
+
+    @abstractmethod
+    def _why_ended(self) -> UmadError:
+        """Why it answers no jobs: what they are told."""
+
+    def _take_seat(self) -> None:
+        """Answer jobs from now on: with the model, or once it is loaded for them."""
+        if self._seat is None:
+            self._seat = Seat(self._queue, lambda: not_loaded(self._model.name, self._why_ended()))
+
+    def _leave_seat(self) -> None:
+        """Answer no more; nothing happens without a seat."""
+        seat, self._seat = self._seat, None
+        self._queue.not_yet = None
+        if seat is not None:
+            seat.leave()
 
     def _backoff(self, error: UmadError) -> tuple[float, float]:
         """(first, longest) wait after such an end."""

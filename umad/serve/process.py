@@ -28,8 +28,8 @@ from umad.errors import (
 )
 from umad.serve.figures import sum_of
 from umad.serve.instance import Instance, stopped
-from umad.serve.jobs import Job, JobQueue, Seat
-from umad.serve.link import MODEL_STATES, TAKES_REQUESTS, ModelState, not_loaded
+from umad.serve.jobs import Job, JobQueue
+from umad.serve.link import MODEL_STATES, TAKES_REQUESTS, ModelState
 from umad.serve.nursery import Nursery
 from umad.serve.parcel import Channel
 from umad.settings import ModelSettings
@@ -65,13 +65,11 @@ class ModelProcess(Instance):
         reloaded: Callable[[], None] = lambda: None,
         tell: Callable[[str, int, dict[str, Any]], None] = lambda _model, _instance, _shown: None,
     ) -> None:
-        super().__init__(model, instance, report, hold_s)
-        self._queue = queue
+        super().__init__(model, instance, queue, report, hold_s)
         self._nursery = nursery
         self._reloaded = reloaded
         self._tell = tell
         self._child: _Child | None = None
-        self._seat: Seat | None = None
         self._refused: UmadError | None = None  # why there is no child
 
     def stop(self) -> None:
@@ -121,10 +119,7 @@ class ModelProcess(Instance):
         )
         reader.start()
         while child.wait_open():
-            if self._seat is None:
-                self._seat = Seat(
-                    self._queue, lambda: not_loaded(self._model.name, self._why_ended())
-                )
+            self._take_seat()
             with child.changed:  # or this could overtake the word that it is away again
                 self._report(child.state)
             self.settled.set()
@@ -160,10 +155,8 @@ class ModelProcess(Instance):
         child.wait(other)
 
     def _leave_seat(self) -> None:
-        seat, self._seat = self._seat, None
-        self._queue.not_yet = self._queue.on_arrival = None
-        if seat is not None:
-            seat.leave()
+        self._queue.on_arrival = None
+        super()._leave_seat()
 
     def _hand_over(self, child: "_Child", job: Job) -> None:
         """Have the child do a job; its answer comes by the reader."""

@@ -24,7 +24,12 @@ from umad.serve.kinds.base import Tells
 from umad.serve.loaded import Loaded
 from umad.serve.translate import Poisoned, translated
 from umad.settings import ModelSettings
+from umad.units import MIB
 
+# What a model may keep of a request that passed its quota before it is loaded afresh: caches and
+# libraries' buffers are no leak.
+GROWN_MAX_BYTES: Final = 16 * MIB
+GROWN_MAX_RATIO: Final = 0.05
 log = structlog.get_logger()
 
 
@@ -68,7 +73,6 @@ class Turns:
         loaded: the model.
 
     Attributes:
-        passed_quota: a job did, and no other has failed since.
         at_once: how many jobs it is worth to have here, at work or waiting.
     """
 
@@ -79,7 +83,7 @@ class Turns:
         self._queue: Final = desk.queue
         self._worker: Final = worker
         self._loaded: Final = loaded
-        self.passed_quota = False
+        self._passed_quota = False  # a job did, and no other has failed since
 
     def take(self, ended: Callable[[], bool], idle_s: float | None) -> list[Job]:
         """What to do next, waiting for it; as ``JobQueue.take``, and empty where that is None."""
@@ -102,6 +106,16 @@ class Turns:
             self._survived(error)
             self._answer_all(jobs, error)
         self._desk.figures.tell()
+
+    def overgrown(self) -> int:
+        """Bytes kept of a job that passed the quota, where they are too many to go on; else 0."""
+        if not self._passed_quota:
+            return 0
+        most = max(GROWN_MAX_BYTES, int(self._desk.model().quota * GROWN_MAX_RATIO))
+        if self._worker.grown_bytes > most:
+            self.slim()
+        grown = self._worker.grown_bytes
+        return grown if grown > most else 0
 
     def slim(self) -> None:
         """Give back what is only kept warm; called in the model's thread, between two steps."""
@@ -155,7 +169,7 @@ class Turns:
         if isinstance(error, QuotaExceeded | ModelFailed):
             self._loaded.place.release()
             give_back(self._worker.account)  # what it held, before the next one begins
-            self.passed_quota = isinstance(error, QuotaExceeded)
+            self._passed_quota = isinstance(error, QuotaExceeded)
         if isinstance(error, Poisoned):
             self._desk.poisoned()
 
