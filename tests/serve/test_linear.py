@@ -1,6 +1,8 @@
 """Linear layers that take the faster way give what torch's own give, and only they take it."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,12 +18,15 @@ from umad.serve import linear  # noqa: E402  it imports torch
 def another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any machine."""
     monkeypatch.setattr(linear, "_pays", lambda: True)
+    monkeypatch.setattr(linear, "_is_onednns", lambda: True)
 
 
-def layers(bias: bool = True) -> tuple[torch.nn.Linear, torch.nn.Linear]:
+def layers(
+    bias: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Linear, torch.nn.Linear]:
     """The same one, torch's and quickened."""
     torch.manual_seed(7)
-    plain = torch.nn.Linear(384, 512, bias=bias).requires_grad_(False)
+    plain = torch.nn.Linear(384, 512, bias=bias, dtype=dtype).requires_grad_(False)
     quick = copy.deepcopy(plain)
     linear.quicken(torch.nn.ModuleList([quick]))
     assert type(quick) is linear.Linear
@@ -46,17 +51,25 @@ def test_it_is_the_same_layer(shape: tuple[int, ...], bias: bool) -> None:
             )
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17, 300])
+def test_it_is_the_same_layer_in_bfloat16(rows: int) -> None:
+    plain, quick = layers(dtype=torch.bfloat16)
+    with torch.inference_mode():
+        given = torch.randn(1, rows, 384, dtype=torch.bfloat16)
+        torch.testing.assert_close(quick(given), plain(given), rtol=2e-2, atol=2e-2)
+
+
 def test_few_rows_and_other_numbers_go_torchs_own_way() -> None:
     plain, quick = layers()
     with torch.inference_mode():
-        few = torch.randn(linear.ROWS_MIN - 1, 384)
+        few = torch.randn(linear.LEAST[torch.float32] - 1, 384)
         assert torch.equal(quick(few), plain(few))
     given = torch.randn(64, 384, requires_grad=True)
     quick(given).sum().backward()  # a gradient can be had
     assert given.grad is not None
 
 
-def test_only_large_layers_of_float32_are_quickened() -> None:
+def test_only_large_layers_of_float32_and_those_of_bfloat16_are_quickened() -> None:
     class Own(torch.nn.Linear):
         pass
 
@@ -64,13 +77,15 @@ def test_only_large_layers_of_float32_are_quickened() -> None:
         [
             torch.nn.Linear(384, 384),
             torch.nn.Linear(8, 8),
-            torch.nn.Linear(384, 384, dtype=torch.bfloat16),
+            torch.nn.Linear(8, 8, dtype=torch.bfloat16),
+            torch.nn.Linear(384, 384, dtype=torch.float16),
             torch.nn.Linear(384, 384, device="meta"),
             Own(384, 384),
         ]
     )
     linear.quicken(model)
-    assert [type(layer) is linear.Linear for layer in model] == [True, *[False] * 4]
+    quick = [type(layer) is linear.Linear for layer in model]
+    assert quick == [True, False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -88,16 +103,25 @@ def test_only_large_layers_of_float32_are_quickened() -> None:
     ],
 )
 def test_rows_are_done_in_pieces_of_few_sizes(rows: int, sizes: list[int]) -> None:
-    assert linear.pieces(rows, 128) == sizes
+    assert linear.pieces(rows, 128, 16) == sizes
 
 
-def test_little_is_padded_and_no_other_kernel_is_needed() -> None:
-    for rows in range(linear.ROWS_MIN, 2048):
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(2, [4]), (4, [4]), (5, [8]), (12, [8, 4]), (15, [16]), (20, [16, 4]), (140, [128, 8, 4])],
+)
+def test_of_bfloat16_the_pieces_may_be_smaller(rows: int, sizes: list[int]) -> None:
+    assert linear.pieces(rows, 128, 4) == sizes
+
+
+@pytest.mark.parametrize("least", [4, 16])
+def test_little_is_padded_and_no_other_kernel_is_needed(least: int) -> None:
+    for rows in range(least, 2048):
         for most in (16, 64, 128):
-            sizes = linear.pieces(rows, most)
-            assert rows <= sum(sizes) <= max(rows + 15, 1.15 * rows)
-            assert set(sizes) <= {16, 32, 64, 128}
-            assert max(sizes) <= most
+            sizes = linear.pieces(rows, most, least)
+            assert rows <= sum(sizes) <= max(rows + least - 1, 1.15 * rows, rows + 3)
+            assert set(sizes) <= {4, 8, 16, 32, 64, 128}
+            assert least <= min(sizes) <= max(sizes) <= most
 
 
 def test_a_piece_is_small() -> None:
@@ -110,6 +134,25 @@ def test_all_kernels_are_made_while_the_model_is_loaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(linear.Linear, "forward", lambda self, rows: self._piece(rows))
     linear.quicken(torch.nn.ModuleList([torch.nn.Linear(384, 512) for _ in range(3)]))
     assert seen == [128, 64, 32, 16]
+    seen.clear()
+    linear.quicken(torch.nn.Linear(384, 512, dtype=torch.bfloat16))
+    assert seen == [128, 64, 32, 16, 8, 4, 1]
+
+
+def test_kernels_are_made_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = []
+    monkeypatch.setattr(linear, "_home", linear._home)
+    monkeypatch.setattr(linear, "_make_kernels", lambda _layer: inside.append("made"))
+
+    @contextlib.contextmanager
+    def home() -> Iterator[None]:
+        inside.append("in")
+        yield
+        inside.append("out")
+
+    linear.keep_kernels_in(home)
+    linear.quicken(torch.nn.Linear(384, 512))
+    assert inside == ["in", "made", "out"]
 
 
 @pytest.mark.parametrize(

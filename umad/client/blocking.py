@@ -269,6 +269,11 @@ class Client:
         return self._closing
 
     @property
+    def has_one(self) -> bool:
+        """It has one worker."""
+        return len(self._crew.workers) == 1
+
+    @property
     def mailbox(self) -> Mailbox:
         """Where finalizers leave what they end."""
         return self._mailbox

@@ -57,7 +57,7 @@ class Bond:
         self.account: int | None = None
         self.kept = Kept()
         self.load: Load | None = None
-        self._baseline: int | None = None
+        self.baseline: int | None = None
         self._bursts: list[Hold] = []  # of the forwards at work, and some that have ended
         self._foreign = False
 
@@ -82,8 +82,8 @@ class Bond:
             hold = model if model is not None or load is None else load.hold
             if hold is not None:
                 params["held" if hold is model else "loading"] = hold.bytes
-        if hold is not None and self._baseline is not None:
-            params["baseline"] = self._baseline
+        if hold is not None and self.baseline is not None:
+            params["baseline"] = self.baseline
         bursts = [
             one for one in self._bursts if not one.ended and one.generation != link.generation
         ]
@@ -101,7 +101,7 @@ class Bond:
         with self._client.lock:
             self.account = slot
             self.binding = binding = Binding(link, answer["worker"])
-            self._baseline = answer["baseline"]
+            self.baseline = answer["baseline"]
             for each, again in booked:
                 each.take(link.generation, again)
             if load is not None and self.load is load:

@@ -108,6 +108,17 @@ class Worker:
         """What its account holds beyond what the load was measured at; 0 without a guard."""
         return max(0, self.account_bytes - self.held_bytes)
 
+    @property
+    def stray_bytes(self) -> int:
+        """What its process has grown by that no account counts; 0 where it has other workers.
+
+        Blocks that are no tensors, and libraries' own.  A process is held against its baseline and
+        the quotas of its workers, so of a single worker's quota these take their part.
+        """
+        if self.bond.baseline is None or self.bond.account is None or not self._client.has_one:
+            return 0
+        return max(0, process_bytes() - self.bond.baseline - self.account_bytes)
+
     def load(
         self,
         loader: Callable[[], T],

@@ -27,7 +27,7 @@ from typing import Any, Final
 import structlog
 
 from umad.client.blocking import Client, connect
-from umad.client.memory import settle
+from umad.client.memory import settle, shared
 from umad.client.worker import Worker
 from umad.errors import (
     ConfigError,
@@ -440,6 +440,9 @@ def _die_with(parent: int) -> bool:
 def bring_all(settings: Settings) -> Load:
     """Import what the models of this process need, and return what reads them."""
     load = bring()
+    from umad.serve.linear import keep_kernels_in  # it imports torch
+
+    keep_kernels_in(shared)
     # Their modules belong to the runtime too, and not to whoever is loaded first.
     warm(model.path for model in settings.models if model.isolation == "thread")
     settle()

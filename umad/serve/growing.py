@@ -190,13 +190,12 @@ class Growing(Turns):
 
     def _holds(self) -> int:
         """What the model holds while nobody grows, but for what is kept of prompts."""
-        quota = self._desk.model().quota
-        return quota - self._loaded.room(self._worker, quota, self._generation.kept_bytes)
+        return self._loaded.held(self._worker, self._generation.kept_bytes)
 
     @property
     def _room(self) -> int:
         """Of the quota, for answers and what is kept of prompts."""
-        return self._desk.model().quota - self._held
+        return self._desk.model().quota - self._held - self._loaded.stray(self._worker)
 
     @property
     def _spare(self) -> int:

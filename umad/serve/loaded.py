@@ -29,6 +29,7 @@ from umad.units import MIB
 
 # A huge page of the tensors and one of other blocks may be used in part, which no sample shows.
 HUGE_PAGES_BYTES: Final = 4 * MIB
+STRAY_S: Final = 0.1  # between two looks at it
 TELL_S: Final = 5.0  # between two words that long work goes on
 log = structlog.get_logger()
 
@@ -80,6 +81,7 @@ class Loaded:
         self.run_size = (1, 1)
         self._at_work: tuple[Worker, Forward] | None = None
         self._tell_s = 0.0
+        self._stray_s, self._stray = 0.0, 0
         self._cost = CostModel()
 
     def learn(self, client: Client, model: ModelSettings) -> None:
@@ -94,18 +96,32 @@ class Loaded:
         else:
             self._cost = CostModel(Sample(*row) for row in known.get("samples", ()))
 
-    def room(self, worker: Worker, quota: int, kept: int = 0) -> int:
+    def room(self, worker: Worker, quota: int) -> int:
         """Bytes that a forward may take within ``quota``; below 0 where the model is over it.
 
         Args:
             worker: whose quota it is.
             quota: what the model may hold without asking, in bytes.
+        """
+        return quota - self.held(worker) - self.stray(worker)
+
+    def held(self, worker: Worker, kept: int = 0) -> int:
+        """What the model holds between two runs; asked between two runs.
+
+        Args:
+            worker: whose model it is.
             kept: of what it holds, what goes before anything is refused.
         """
         held = self.runner.resident_bytes
         if worker.account is not None:  # what it keeps from run to run is there already
             held = max(held, worker.account_bytes - kept + HUGE_PAGES_BYTES)
-        return quota - held
+        return held
+
+    def stray(self, worker: Worker) -> int:
+        """``Worker.stray_bytes`` a moment ago: to read it takes as long as a small decision."""
+        if (now_s := monotonic()) >= self._stray_s:
+            self._stray_s, self._stray = now_s + STRAY_S, worker.stray_bytes
+        return self._stray
 
     def predict(self, worker: Worker, tokens: int, rows: int, worst_case: int) -> int:
         """Bytes to book for a forward of so many rows of so many tokens."""

@@ -33,8 +33,9 @@ HOLD_MAX_S: Final = 300.0
 _DEFAULTS: Final = {
     "MALLOC_TRIM_THRESHOLD_": "131072",  # freed memory goes back to the kernel, and to the books
     # Kernels that torch and oneDNN each keep, one for each shape: 1024 of 0.6 MiB by themselves.
-    "LRU_CACHE_CAPACITY": "128",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    # Five models' linear layers have some 150 between them (``linear``).
+    "LRU_CACHE_CAPACITY": "256",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     # On ROCm, for pages to stay where they were put, and since SDMA copies hang on APUs of the
     # gfx11 family; nobody else reads them.
     **device.HIP_ENVIRONMENT,
