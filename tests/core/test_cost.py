@@ -41,9 +41,9 @@ def model_of(*sizes: tuple[int, int], each: int = 1) -> CostModel:
 
 def believed(cost: CostModel, tokens: int, rows: int) -> float:
     """The formula's word alone, as after many forwards."""
-    word = cost._believed(tokens, rows)
+    word = cost._fitted_bytes(tokens, rows)
     assert word is not None
-    return word
+    return word + cost.on_top(word)
 
 
 SPREAD = [(tokens, rows) for tokens in (8, 100, 1000) for rows in (1, 2, 8)]
@@ -103,7 +103,9 @@ def test_the_margin_covers_what_its_quantile_says(
         cost.observe(Sample(tokens, rows, took))
     # The last fit may be some samples old: those count too, but for what lies so far beyond it
     # that the worst case is booked.
-    told = [(sample.bytes, cost._believed(sample.tokens, sample.rows)) for sample in cost.samples]
+    told = [
+        (sample.bytes, cost._fitted_bytes(sample.tokens, sample.rows)) for sample in cost.samples
+    ]
     over = sum(said is not None and took > said for took, said in told)
     unfitted = len(data) // 8
     assert over <= math.ceil((1 - MARGIN_QUANTILE) * len(data)) + unfitted
@@ -163,6 +165,22 @@ def test_a_finding_that_no_room_is_left_for_is_forgotten_by_and_by() -> None:
         cost.refused()
         asked += 1
     assert 50 < asked < 150
+
+
+def test_what_a_giant_lacked_is_nothing_that_a_small_one_needs() -> None:
+    """Or one request that nothing has room for would keep all others out for long."""
+    cost = model_of(*SPREAD, each=8)
+    calm = int(believed(cost, 10, 1))
+    for _ in range(3):
+        asked = cost.predict(5000, 10, 400 * MIB)
+        cost.observe(Sample(5000, 10, asked + 1, asked, exact=False))
+        assert cost.predict(5000, 10, 400 * MIB) >= 1.49 * asked
+    assert calm <= believed(cost, 10, 1) <= 4 * calm
+    # Nor is a giant stretched by what a small one lacked.
+    cost = model_of(*SPREAD, each=8)
+    cost.observe(Sample(10, 1, 4 * calm, calm))
+    assert believed(cost, 10, 1) >= 4 * calm
+    assert cost.predict(5000, 10, 400 * MIB) <= 400 * MIB + 4 * calm
 
 
 def test_a_worst_case_that_is_too_low_is_passed() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.demo.fixtures import peak_bytes, photo, runner, tone
+from umad.errors import InvalidParams
 from umad.serve.kinds.base import RUN_BYTES
 from umad.units import GIB, MIB
 
@@ -26,8 +27,8 @@ def prompt(length: int, new: int = 8) -> dict[str, Any]:
     return {"prompt": LETTERS[:length], "max_tokens": new, "temperature": 1.0, "top_p": 0.9}
 
 
-def look(count: int, side: int) -> dict[str, Any]:
-    parts = [{"type": "image", "image": photo(side, side)}] * count
+def look(count: int, side: int, height: int = 0) -> dict[str, Any]:
+    parts = [{"type": "image", "image": photo(side, height or side)}] * count
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
 
 
@@ -97,6 +98,31 @@ def test_a_larger_job_needs_more(kind: str, small: dict[str, Any], large: dict[s
 
 def test_a_monstrous_image_asks_for_what_no_machine_has() -> None:
     assert runner("image").bytes_needed(PAINT | {"width": 16384, "height": 16384}) > 128 * GIB
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "said"),
+    [(1, 60_000, "100 times as long"), (60_000, 1, "100 times"), (6, 600, None)],
+)
+def test_a_thin_image_is_refused_before_it_is_scaled_to_a_monster(
+    width: int, height: int, said: str | None
+) -> None:
+    model, job = runner("vision"), look(1, width, height)
+    if said is None:
+        assert model.bytes_needed(job) > 112 * 11_200 * 21
+        return
+    for ask in (model.bytes_needed, model.size, lambda one: model.run(one, lambda: False)):
+        with pytest.raises(InvalidParams, match=said):
+            ask(job)
+
+
+def test_a_model_that_scales_by_the_shortest_side_bounds_what_comes_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = runner("vision")
+    monkeypatch.setattr(model, "_scaled", lambda *_: 50_000_000)
+    with pytest.raises(InvalidParams, match="60x600 pixels would have 50000000"):
+        model.bytes_needed(look(1, 60, 600))
 
 
 def test_a_monstrous_prompt_asks_for_no_more_than_the_context() -> None:

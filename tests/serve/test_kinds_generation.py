@@ -239,6 +239,33 @@ def test_a_step_without_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert refusals > 10
 
 
+def test_by_chance_each_token_is_drawn_once_whatever_fails() -> None:
+    talk = runner("chat", "llama")
+    wanted = [{"prompt": "the boat", "max_tokens": 9, "seed": seed} for seed in (3, 4, 5)]
+    alone = [talk.run(job, never).data for job in wanted]
+    answers = talk.generation()
+    names = [answers.join(talk.prepare(job), never, None) for job in wanted]
+    picks = {name: name.pick for name in names}
+    done: dict[object, Result] = {}
+    for failing in (names[1], names[2], names[0], names[2], names[1]):
+
+        def broken(_tokens: list[int], _scores: Any) -> Any:
+            raise MemoryError
+
+        failing.pick = broken
+        with pytest.raises(MemoryError):
+            answers.step()
+        failing.pick = picks[failing]
+        if failing is names[2]:  # those before it go on without it
+            done.update(answers.step(names[:2]))
+            done.update(answers.step(names[2:]))
+        else:
+            done.update(answers.step())
+    while answers.size()[1]:
+        done.update(answers.step())
+    assert [done[name].data for name in names] == alone
+
+
 def test_who_has_left_ends_at_the_next_step() -> None:
     talk = runner("chat", "llama")
     answers: Answers = talk.generation()

@@ -66,7 +66,8 @@ def as_text(answer: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield Text(f"bytes = {in_words(formula)}")
         if cost.widening >= 1:
             yield Text(
-                f"and {format_bytes(round(cost.widening))} more since a prediction was exceeded",
+                f"and up to {format_bytes(round(cost.widening))} more since a prediction was "
+                "exceeded",
                 style="yellow",
             )
         yield ""
@@ -118,9 +119,10 @@ def draw(answer: Mapping[str, Any], file: Path) -> None:
     took = [sample.bytes / MIB for sample in cost.samples]
     said = [formula.expected(sample.tokens, sample.rows) / MIB for sample in cost.samples]
     end = max(*took, *said) * 1.05 or 1.0
-    margin = (formula.margin + cost.widening) / MIB
-    line = [0.0, end]
-    axes.fill_between(line, line, [at + margin for at in line], alpha=0.15, label="margin")
+    line = [end * at / 50 for at in range(51)]
+    booked = [at + formula.margin / MIB for at in line]
+    booked = [at + cost.on_top(at * MIB) / MIB for at in booked]
+    axes.fill_between(line, line, booked, alpha=0.15, label="margin")
     axes.plot(line, line, linewidth=1, label="formula = measured")
     over = [sample.exceeded for sample in cost.samples]
     for exceeded, label, marker in (
@@ -161,7 +163,8 @@ def _data(formula: Formula, cost: CostModel) -> RenderableType:
     for _, samples in sorted(groups.items()):
         most = max(samples, key=lambda sample: sample.bytes)
         expected = formula.expected(most.tokens, most.rows)
-        booked = expected + formula.margin + cost.widening
+        booked = expected + formula.margin
+        booked += cost.on_top(booked)
         shown.add_row(
             _span([sample.tokens for sample in samples]),
             _span([sample.rows for sample in samples]),

@@ -11,9 +11,10 @@ there is none the fit finds 0.  Rules:
 2. no coefficient is negative: more work never costs less.  So a forward smaller than any seen is
    taken for the smallest, and one somewhat larger is stretched by what its work grew;
 3. on top comes a margin, a high quantile of what the formula missed; a forward that takes more than
-   was predicted widens it at once, so that the same one would fit, and each that does not lets
-   that shrink slowly, as does each that was refused: else a model that has no room for it would
-   never run again, and nothing could show that it was too much;
+   was predicted widens it at once, so that the same one would fit, and one of another size by no
+   more bytes and by no larger a share: what a giant lacked is nothing that a small one needs.
+   Each that does not exceed lets that shrink slowly, as does each that was refused: else a model
+   that has no room for it would never run again, and nothing could show that it was too much;
 4. a forward that was cut short is no measurement: it is evidence that more was needed, and counts
    for the margin alone.
 
@@ -112,7 +113,8 @@ class CostModel:
         self._samples: deque[Sample] = deque(maxlen=HISTORY_SAMPLES_MAX)
         self._fitted: tuple[Formula, _Seen] | None = None
         self._since_fit = 0
-        self.widening = 0.0
+        self.widening = 0.0  # bytes, at most
+        self._stretch = 0.0  # the same as a share of what else is predicted
         self.exceeded = 0
         for sample in samples:
             self.observe(sample)
@@ -142,15 +144,29 @@ class CostModel:
             wanted = float(sample.bytes)
             if not sample.exact:  # 4
                 wanted = max(wanted, sample.predicted * (1 + CUT_SHORT_STEP))
-            now = self._believed(sample.tokens, sample.rows)
             # It may have been the worst case that was too low, which knows nothing of the fit.
-            self.widening += max(wanted - sample.predicted, 0.0 if now is None else wanted - now)
+            short = wanted - sample.predicted
+            bare = sample.predicted - self.on_top(sample.predicted)
+            fitted = self._fitted_bytes(sample.tokens, sample.rows)
+            if fitted is not None:
+                short = max(short, wanted - fitted - self.on_top(fitted))
+                bare = min(bare, fitted)
+            self._stretch = max(self._stretch, (wanted - bare) / max(1.0, bare))
+            self.widening += short
         elif sample.exact and sample.predicted:
-            self.widening *= WIDENING_KEPT
+            self._calm()
 
     def refused(self) -> None:
         """There was no room for what was predicted (3)."""
+        self._calm()
+
+    def on_top(self, predicted: float) -> float:
+        """What goes on top of so many bytes, since some took more than was predicted (3)."""
+        return min(self.widening, self._stretch * predicted)
+
+    def _calm(self) -> None:
         self.widening *= WIDENING_KEPT
+        self._stretch *= WIDENING_KEPT
 
     def predict(self, tokens: int, rows: int, worst_case: int, *, known: bool = True) -> int:
         """Bytes to book for a forward.
@@ -162,16 +178,17 @@ class CostModel:
                 is above it, but for what forwards have shown beyond it.
             known: the formula may be believed; else the worst case counts.
         """
-        ceiling = worst_case + ceil(self.widening)
-        believed = self._believed(tokens, rows) if known else None
-        if believed is None:
+        ceiling = worst_case + ceil(self.on_top(worst_case))
+        fitted = self._fitted_bytes(tokens, rows) if known else None
+        if fitted is None:
             return ceiling
+        believed = fitted + self.on_top(fitted)
         # Of n forwards the largest miss is passed by the next one with a chance of 1 in n + 1.
         doubt = (SAMPLES_MIN / len(self._samples)) ** 2  # 1
         return min(ceiling, ceil(believed + doubt * (ceiling - believed)))
 
-    def _believed(self, tokens: int, rows: int) -> float | None:
-        """The formula's word with all that goes on top; None where it has none (1)."""
+    def _fitted_bytes(self, tokens: int, rows: int) -> float | None:
+        """The formula's word and its margin; None where it has none (1)."""
         if self._fitted is None:
             return None
         formula, seen = self._fitted
@@ -181,7 +198,7 @@ class CostModel:
         tokens = max(seen.tokens[0], min(tokens, seen.tokens[1]))  # 2
         rows = max(seen.rows[0], min(rows, seen.rows[1]))
         # Squared: tokens^2 may hide in a term from which the forwards seen cannot tell it.
-        return formula.expected(tokens, rows) * beyond**2 + formula.margin + self.widening
+        return formula.expected(tokens, rows) * beyond**2 + formula.margin
 
     def _fit(self) -> None:
         self._since_fit = 0

@@ -299,7 +299,8 @@ class TextRunner:
             import torch
 
             chance = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=source)
-            return scores - chance.clamp_min_(torch.finfo(torch.float32).tiny).log_()
+            # In its own memory: what was drawn is not lost for want of it.
+            return chance.clamp_min_(torch.finfo(torch.float32).tiny).log_().neg_().add_(scores)
 
         chosen: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
         if self._top_k:

@@ -5,6 +5,7 @@ and ``{"type": "image", "image": bytes}`` (PNG, JPEG, WebP).
 """
 
 import io
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from umad.errors import InvalidParams
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP")
 PIXELS_MAX: Final = 40_000_000
+"""Of an image as it is sent, and as its model scales it."""
+ASPECT_MAX: Final = 100  # a side over the other; one of 1 x 60000 would be scaled to millions
 IMAGES_MAX: Final = 16
-# Decoded RGB, its conversion, the processor's array and one in float32 before the resize.
+# Decoded RGB, its conversion, the processor's array and one in float32, before or after the resize.
 PIXEL_BYTES: Final = 3 + 3 + 3 + 12
 PATCH_SIDE: Final = 14  # of a tower that does not say; the common size
 
@@ -50,7 +53,7 @@ class VisionRunner(TextRunner):
         Source: the tensors of transformers' vision layers: for each patch residual, normed copy,
         queries, keys, values and output, and two of the inner size; then the pixels themselves.
         """
-        sizes = [_open(data).size for data in _images(job)]
+        sizes = self._sizes(job)
         tower = self._model.config.vision_config
         tokens, extra = 0, 0
         for width, height in sizes:
@@ -62,17 +65,40 @@ class VisionRunner(TextRunner):
             extra += patches * (item * (8 * hidden + 2 * inner) + 36 * self._patch_pixels)
             if not fused(tower):
                 extra += tower.num_attention_heads * patches**2 * (item + 8)
-            extra += width * height * PIXEL_BYTES
+            extra += max(width * height, self._scaled(width, height)) * PIXEL_BYTES
         return self._bytes_for(text_bytes(job) + tokens, job) + extra
 
     def size(self, job: Job) -> tuple[int, int]:
         """Text, images and answer in tokens; each image is a row of the tower's."""
-        sizes = [_open(data).size for data in _images(job)]
+        sizes = self._sizes(job)
         tokens = text_bytes(job) + sum(self._counts(*size)[0] for size in sizes)
         return self._tokens_for(min(tokens, self._shape.context), job), self._rows(job)
 
     def _rows(self, job: Job) -> int:
         return 1 + len(_images(job))
+
+    def _sizes(self, job: Job) -> list[tuple[int, int]]:
+        """(width, height) of the job's images.
+
+        Raises:
+            InvalidParams: one is too large, or would be.
+        """
+        sizes = [_open(data).size for data in _images(job)]
+        for width, height in sizes:
+            if (scaled := self._scaled(width, height)) > PIXELS_MAX:
+                raise InvalidParams(
+                    f"the image of {width}x{height} pixels would have {scaled} as this model "
+                    f"scales it; {PIXELS_MAX} at most"
+                )
+        return sizes
+
+    def _scaled(self, width: int, height: int) -> int:
+        """Pixels of an image once its shortest side is as long as the model wants it."""
+        size = getattr(getattr(self._processor, "image_processor", None), "size", None) or {}
+        wanted = size.get("shortest_edge") if hasattr(size, "get") else None
+        if not wanted or size.get("longest_edge"):  # a number of pixels, or bounded by the other
+            return 0
+        return math.ceil(width * height * (int(wanted) / min(width, height)) ** 2)
 
     def _counts(self, width: int, height: int) -> tuple[int, int]:
         """An image's tokens in the prompt, and its patches in the vision tower."""
@@ -99,6 +125,7 @@ class VisionRunner(TextRunner):
         return {"role": item["role"], "content": plain}
 
     def _encode(self, job: Job) -> Any:
+        self._sizes(job)
         images = [_decode(data) for data in _images(job)]
         prompt = self._prompt(job)
         inputs = self._processor(
@@ -138,6 +165,11 @@ def _open(data: bytes) -> "Image.Image":
     width, height = image.size
     if width * height > PIXELS_MAX:
         raise InvalidParams(f"the image has {width}x{height} pixels; {PIXELS_MAX} at most")
+    if max(width, height) > ASPECT_MAX * min(width, height):
+        raise InvalidParams(
+            f"the image has {width}x{height} pixels: a side may be {ASPECT_MAX} times as long as "
+            "the other"
+        )
     return image
 
 
