@@ -77,7 +77,7 @@ class Echo:
 
 
 def _interleaved(client: Client, echo: Echo) -> tuple[list[float], list[float]]:
-    worker = client.call("register", {"model": "bench", "quota": 512 * MIB})["worker"]
+    worker = client.call("register", {"model": "bench", "quota": 4096})["worker"]
     ours, theirs = [], []
     pause = threading.Event()
     for _ in range(ROUNDS):

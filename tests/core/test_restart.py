@@ -33,7 +33,7 @@ def drive() -> Drive:
     """A daemon that has just started again; it waits for former workers until 2.5."""
     made = Drive(engine(recovering_until_s=2.5))
     made.connect(9)
-    made.call(9, "register", model="other", quota=BUDGET)
+    made.call(9, "register", model="other", quota=MB, peak=BUDGET)
     return made
 
 

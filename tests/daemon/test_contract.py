@@ -89,7 +89,8 @@ def test_a_client_that_dies_gives_everything_back_within_a_second(daemon: Daemon
 
 def test_a_reservation_in_parts_is_all_or_nothing(daemon: Daemon) -> None:
     with Raw(daemon.socket) as peer:
-        worker = peer.call("register", model="a", quota=2048 * MIB)["worker"]
+        sizes = {"quota": 900 * MIB, "peak": 2048 * MIB}
+        worker = peer.call("register", model="a", **sizes)["worker"]
         other = peer.call("register", model="b", quota=1000 * MIB)["worker"]
         peer.call("reserve", worker=other)
         error = peer.call("reserve", worker=worker, parts=[300 * MIB] * 4)

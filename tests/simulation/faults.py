@@ -121,6 +121,27 @@ def grant_in_recovery() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def load_as_asked() -> Iterator[None]:
+    """A load books what its client asks for, whatever its quota has become."""
+
+    def reserve(state: State, call: Call) -> Iterator[Any]:
+        member = state.members[call.params["worker"]]
+        quota, asked = member.worker.quota, call.params.get("bytes", member.worker.peak)
+        member.worker = replace(member.worker, quota=min(quota, asked))
+        try:
+            yield from real(state, call)
+        finally:
+            member.worker = replace(member.worker, quota=quota)
+
+    def commit(ledger: Ledger, lease: Lease, size: int) -> Lease:
+        return kept(ledger, lease, min(size, lease.bytes))
+
+    real, kept = requests.reserve, Ledger.commit
+    with patch.dict(requests.HANDLERS, reserve=reserve), patch.object(Ledger, "commit", commit):
+        yield
+
+
 PLANTS: Final[Mapping[str, Plant]] = {
     "double release": double_release,
     "lost waiter": lost_waiter,
@@ -130,4 +151,5 @@ PLANTS: Final[Mapping[str, Plant]] = {
     "fenced write": stale_tokens,
     "fenced unlock": mutex_without_token,
     "recovery": grant_in_recovery,
+    "oversold": load_as_asked,
 }

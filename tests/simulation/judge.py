@@ -4,6 +4,8 @@ Nothing here trusts a sum of the engine's.  Rules, by the name in ``Found``:
 
 * ``capacity``: no grant beyond the books or beyond what is physically free at the last look;
 * ``books``: leases are what was answered, end by a cause, and sum to what the pool has booked;
+* ``oversold``: what a worker was told it may hold without asking is booked for it while it is
+  loaded, and while it loads;
 * ``double release``: a lease ends once;
 * ``fenced write``: a word with a token of another time changes nothing;
 * ``two holders``: one worker at a time has the load mutex;
@@ -70,6 +72,7 @@ class Judge:
         self._budget = 0
         self._healthy = False
         self._names: dict[int, str] = {}
+        self._quotas: dict[str, int] = {}  # by name, as told last
         self._ready_s: dict[str, float] = {}
         self._evicted: dict[tuple[str, str], float] = {}  # when, by victim and rival
         self._passed: Counter[int] = Counter()  # by the request that was passed
@@ -86,6 +89,7 @@ class Judge:
         self._leases.clear()
         self._ended.clear()
         self._names.clear()
+        self._quotas.clear()
         self._evicted.clear()
         self._passed.clear()
         self._fitted.clear()
@@ -141,20 +145,29 @@ class Judge:
                 shadow = self._leases[ask.params["lease"]]
                 shadow.bytes, shadow.until_s = result["bytes"], None
                 self._ready_s[self._names[shadow.worker]] = now_s
+                self._covered(shadow)
+            case "set_quota":
+                self._quota_set(ask.params["worker"], result["quota"])
             case "release" | "void":
-                shadow = self._leases[ask.params["lease"]]
-                if shadow.released:
-                    raise Found("double release", f"lease {ask.params['lease']} ended twice")
-                shadow.released = True
+                self._given_back(ask.params["lease"])
             case "init_lock":
                 self._locked(connection, ask.params["worker"], result)
             case "init_unlock" | "unregister":
                 self._unlocked(ask.params["worker"])
 
+    def _given_back(self, lease: int) -> None:
+        shadow = self._leases[lease]
+        if shadow.released:
+            raise Found("double release", f"lease {lease} ended twice")
+        shadow.released = True
+
     def _registered(self, connection: int, pending: Pending, result: Mapping[str, Any]) -> None:
         program = pending.task.program
-        name = self._names[result["worker"]] = pending.ask.params["model"]
         params, leases = pending.ask.params, self.world.settings.leases
+        name = params["model"]
+        if result["worker"] not in self._names:
+            self._quotas[name] = params["quota"]
+        self._names[result["worker"]] = name
         loading = params.get("loading")
         if "held" not in params and loading is None:  # a new process: nothing is known of the old
             self._evicted = {key: at for key, at in self._evicted.items() if key[0] != name}
@@ -172,6 +185,28 @@ class Judge:
             if again is not None:
                 shadow = Shadow(result["worker"], owner, size, False, until_s, again["token"])
                 self._leases[again["lease"]] = shadow
+
+    def quota_of(self, model: "Model") -> int:
+        """As people have set it; else what it registers with."""
+        return self._quotas.get(model.name, model.quota)
+
+    def _quota_set(self, worker: int, quota: int) -> None:
+        """People have changed a quota: the booking of a loaded model has followed."""
+        self._quotas[self._names[worker]] = quota
+        for key, shadow in self._leases.items():
+            if shadow.worker != worker or not shadow.load or shadow.released:
+                continue
+            if shadow.until_s is None:
+                grows, shadow.bytes = quota > shadow.bytes, quota
+                if grows:
+                    self._fits_the_machine(f"with {quota} bytes of lease {key}")
+            self._covered(shadow)
+
+    def _covered(self, shadow: Shadow) -> None:
+        name = self._names[shadow.worker]
+        quota = self._quotas[name]
+        if shadow.load and shadow.bytes < quota:
+            raise Found("oversold", f"{name} may hold {quota}, booked for it are {shadow.bytes}")
 
     def _unlocked(self, worker: int) -> None:
         if self._holder is not None and self._holder[1] == worker:
@@ -198,7 +233,15 @@ class Judge:
         worker = pending.ask.params["worker"]
         self._overstayed.discard(self._names[worker])
         owner, token = program.body.identity, result["token"]
-        self._leases[lease] = Shadow(worker, owner, result["bytes"], load, until_s, token)
+        shadow = Shadow(worker, owner, result["bytes"], load, until_s, token)
+        self._leases[lease] = shadow
+        self._fits_the_machine(f"with lease {lease} of {shadow.bytes} bytes")
+        if not load and self.world.engine.state.ledger.booked(SYSTEM_POOL) > self._budget:
+            raise Found("capacity", "a burst was granted beyond the budget")
+        self._covered(shadow)
+
+    def _fits_the_machine(self, what: str) -> None:
+        """Nothing is promised twice: by the books, and by what is physically there."""
         active: dict[Identity, int] = {}
         for shadow in self._leases.values():
             if not shadow.released:
@@ -206,8 +249,6 @@ class Judge:
         booked = sum(active.values())
         if booked > self._budget:
             raise Found("capacity", f"{booked} bytes are booked, the budget is {self._budget}")
-        if not load and self.world.engine.state.ledger.booked(SYSTEM_POOL) > self._budget:
-            raise Found("capacity", "a burst was granted beyond the budget")
         promised, slack = self._tenants, 0
         bodies = self.world.machine.bodies
         for identity in self._held.keys() | active.keys():
@@ -219,8 +260,7 @@ class Judge:
         if promised > self._room + slack:
             raise Found(
                 "capacity",
-                f"with lease {lease} of {result['bytes']} bytes {promised} are promised or held, "
-                f"{self._room} there",
+                f"{what} {promised} are promised or held, {self._room} there",
             )
 
     def _overtook(self, pending: Pending) -> None:
@@ -306,6 +346,7 @@ class Judge:
         if program is None or not program.alive:
             return  # an orphan
         names = {model.name: model for model in program.models}
+        quotas = {name: self.quota_of(model) for name, model in names.items()}
         booked: dict[str, int] = {}
         for shadow in self._leases.values():
             name = self._names.get(shadow.worker, "")
@@ -313,9 +354,9 @@ class Judge:
                 booked[name] = booked.get(name, 0) + shadow.bytes
         # A burst is its owner's until its bytes are back, restarts of the daemon or not.
         may = {
-            name: max(model.quota, booked.get(name, 0), model.quota + model.allowed)
+            name: max(quotas[name], booked.get(name, 0), quotas[name] + model.allowed)
             if name not in self._overstayed
-            else max(model.quota, booked.get(name, 0))
+            else max(quotas[name], booked.get(name, 0))
             for name, model in names.items()
         }
         allowed = sum(may.values())

@@ -154,7 +154,8 @@ class Model:
     def _load(self, session: Session) -> Steps:
         wait_s = max(0.0, session.at_s + session.patience_s - self.world.now_s)
         self.state = "waiting"
-        answer = yield Ask("reserve", {"worker": self.worker, "wait_s": round(wait_s, 3)})
+        peak = {"bytes": self.peak}  # as it knows it; people may have set another quota
+        answer = yield Ask("reserve", {"worker": self.worker, "wait_s": round(wait_s, 3), **peak})
         self.lease = {"lease": answer["lease"], "token": answer["token"]}
         self.state = "loading"
         self.lock = yield Ask("init_lock", {"worker": self.worker, "wait_s": 120.0})

@@ -64,15 +64,16 @@ class Use:
             if not program.alive:
                 continue
             for model in program.models:
+                quota = world.judge.quota_of(model)
                 loaded = bool(model.lease) and model.state in ("loading", "ready", "serving")
                 room -= model.burst
-                beyond += max(0, model.block.at(now_s) - loaded * (model.quota + model.burst))
+                beyond += max(0, model.block.at(now_s) - loaded * (quota + model.burst))
                 if not model.wanted and loaded and (model.pin or program.liar == "deaf"):
-                    room -= model.quota
+                    room -= quota
                 if not model.wanted or (program.stopped_until_s > now_s and not loaded):
                     continue
-                (serving if loaded and model.state == "serving" else wanted).append(model.quota)
-                used += model.quota if loaded else 0
+                (serving if loaded and model.state == "serving" else wanted).append(quota)
+                used += quota if loaded else 0
         unbound = best([*wanted, *serving], room)
         at_work = sum(serving)
         possible = min(unbound, at_work + best(wanted, room - beyond - at_work))

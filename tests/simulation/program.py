@@ -19,6 +19,7 @@ class Program:
     def __init__(self, world: World, number: int) -> None:
         self.world, self.name = world, f"p{number}"
         self.random = draw = Random(f"{world.scenario.seed}/{number}")
+        self.people = Random(f"{world.scenario.seed}/{number}/people")
         faults = world.scenario.faults
         self.guarded = draw.random() < 0.6
         self.liar = draw.choice(("", "", "", "keeps", "greedy", "deaf", "stale"))
@@ -42,6 +43,8 @@ class Program:
             self._often(15 * 3600, self.fork)
         if "cut" in faults:
             self._often(10 * 3600, self.cut)
+        if "quota" in faults:
+            self._often(4 * 3600, self.regulate)
 
     def _often(self, mean_s: float, deed: Callable[[], None]) -> None:
         def again() -> None:
@@ -115,6 +118,15 @@ class Program:
         """The connection ends and nothing else."""
         if self.connection is not None:
             self.world.hang_up(self.connection)
+
+    def regulate(self) -> None:
+        """People give one of its models another quota; it learns nothing of that."""
+        model = self.people.choice(self.models)
+        if model.worker is not None:
+            lower = (model.quota + model.size) // 2  # its forks stay within it
+            quota = self.people.choice((lower, model.quota, int(model.quota * 1.4)))
+            ask = {"worker": model.worker, "quota": quota}
+            self.world.spawn(self, anyway("set_quota", ask))
 
     # ------------------------------------------------------------ its socket
 

@@ -70,7 +70,7 @@ class Scenario:
     hours: float
     programs: tuple[int, ...] = tuple(range(7))
     faults: frozenset[str] = frozenset(
-        {"crash", "lie", "fork", "stop", "restart", "machine", "broken", "cut"}
+        {"crash", "lie", "fork", "stop", "restart", "machine", "broken", "cut", "quota"}
     )
     load: float = 1.0  # sessions, times the usual
     trouble: float = 1.0  # faults, times the usual

@@ -22,6 +22,7 @@ RULES = {
     "fenced write": {"fenced write"},
     "fenced unlock": {"fenced write"},
     "recovery": {"recovery"},
+    "oversold": {"oversold"},
 }
 
 

@@ -151,10 +151,10 @@ resume = _command(_drains("resume", "loads may begin"), "resume", "Let loads beg
 @_JSON
 @click.pass_obj
 def set_quota(socket: str | None, name: str, quota: int, *, as_json: bool) -> None:
-    """Change a worker's quota now, until it starts again; QUOTA is like 40GiB.
+    """Change a worker's quota now; QUOTA is like 40GiB.
 
-    Who holds more than its new quota is stopped for it. To keep a quota, write it into the
-    configuration and say umadctl reload.
+    It holds until the worker or the daemon starts again; to keep it, write it into the
+    configuration and say umadctl reload. Who holds more than its new quota is stopped for it.
     """
     with connect(socket, name="umadctl") as client:
         answer = client.call("set_quota", {"name": name, "quota": quota})

@@ -136,7 +136,8 @@ class Worker:
         Args:
             loader: builds the model and returns it; it should keep nothing else.
             wait_s: how long to queue for room, and then for the load mutex.
-            peak: bytes to book while loading, where not those of the registration.
+            peak: bytes to book while loading, where not those of the registration; the quota is
+                booked in any case.
             evict: idle models may be asked to go for this one while it waits for room.
 
         Raises:
@@ -271,7 +272,7 @@ class Worker:
 
         Args:
             quota: bytes it may hold once loaded; less than it holds now puts it in breach.
-            peak: bytes it may hold while it loads; in effect from the next registration on.
+            peak: bytes it may hold while it loads; in effect from its next load on.
 
         Raises:
             AccessDenied: only members of the admin group may.
@@ -280,9 +281,9 @@ class Worker:
         """
         sizes = {
             "quota": _size("set_quota", "quota", quota),
-            "peak": _size("register", "peak", peak),
+            "peak": _size("set_quota", "peak", peak),
         }
-        self.bond.ask(self.bond.require(), "set_quota", {"quota": sizes["quota"]})
+        self.bond.ask(self.bond.require(), "set_quota", {**sizes})
         self.bond.registration = check_params("register", {**self.bond.registration, **sizes})
 
     def keep(self) -> bool:

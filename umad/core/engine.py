@@ -256,7 +256,7 @@ class Engine:
         actions.extend(pressure.observe(state, now_s))
         room.take_overdrawn(state, books)
         actions.extend(self._advance(now_s))  # 4, 5
-        state.ledger.check()  # 6
+        state.check()  # 6
         self._books = list(state.books()) if actions else books
         if snapshot.zones is not None:
             actions.extend(ladder.observe(state, snapshot.zones, now_s))  # 7

@@ -70,11 +70,13 @@ def unregister(state: State, call: Call) -> Iterator[Action]:
 def set_quota(state: State, call: Call) -> Iterator[Action]:
     """Change a worker's steady quota; a loaded model's booking follows at once.
 
-    More must fit; less may put the worker in breach, and the next look judges it by that.
+    More must fit; less may put the worker in breach, and the next look judges it by that.  Without
+    a model nothing is booked: its next load books the new quota (``requests.reserve``).
     """
     member = _named(state, call)
     quota, worker = call.params["quota"], member.worker
-    check_fits(state, worker.pool, quota)
+    peak = peak_of({"peak": max(quota, worker.peak), **call.params})
+    check_fits(state, worker.pool, call.params.get("peak", quota))
     under_way = [
         *(waiter.bytes for waiter in state.loads if waiter.worker == worker.id),
         *(
@@ -98,9 +100,14 @@ def set_quota(state: State, call: Call) -> Iterator[Action]:
             if quota > lease.bytes:
                 error = grants.refusal(state, more, worker.id, call.now_s)
             if error is not None:
+                error.message = (
+                    f"a quota of {format_bytes(quota)} for {worker.name} takes "
+                    f"{format_bytes(quota - lease.bytes)} more: {error.message}"
+                )
+                error.details["quota_bytes"] = quota
                 raise error
             state.ledger.resize(lease, quota)
-    member.worker = replace(worker, quota=quota, peak=max(quota, worker.peak))
+    member.worker = replace(worker, quota=quota, peak=peak)
     yield call.reply({"quota": quota})
     yield event("quota_set", member, "warning", quota_bytes=quota, was_bytes=worker.quota)
 
@@ -203,6 +210,22 @@ def revoked(member: Member) -> WorkerRevoked:
 
 def _same_process(member: Member, call: Call) -> bool:
     return member.worker.identity == call.client.peer.identity
+
+
+def peak_of(params: Params) -> int:
+    """The load peak that was asked for: the quota where none was.
+
+    Raises:
+        InvalidParams: it is below the quota.
+    """
+    quota: int = params["quota"]
+    peak: int = params.get("peak", quota)
+    if peak < quota:
+        raise InvalidParams(
+            f"peak {format_bytes(peak)} is below the quota {format_bytes(quota)}; a load passes "
+            "through its quota"
+        )
+    return peak
 
 
 def check_fits(state: State, pool: str, peak: int) -> None:

@@ -32,7 +32,7 @@ def adopt(state: State, call: Call) -> Iterator[Action]:
     params, outsider = call.params, call.outsider
     assert outsider is not None, "the shell has found the unit"
     assert call.process is not None
-    peak = registration.peak_of(params)
+    peak = membership.peak_of(params)
     membership.check_fits(state, params["pool"], peak)
     held = call.process.bytes.value
     if held is None:
@@ -133,7 +133,7 @@ def take_over(
         raise MemoryUnknown("memory has not been read yet", retry_after_s=0.5)
     if params["pool"] not in state.ledger.pools:
         raise NeverFits(f"there is no pool {params['pool']!r} on this machine")
-    peak = registration.peak_of(params)
+    peak = membership.peak_of(params)
     old = registration.find(state, params["model"], 0)
     if old is not None:
         raise NameTaken(f"worker {old.worker.name!r} is pid {old.worker.identity.pid} already")

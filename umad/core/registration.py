@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from umad.core.actions import Action, OpenAccount, Watch
-from umad.core.membership import Call, Params, check_fits, event
+from umad.core.membership import Call, Params, check_fits, event, peak_of
 from umad.core.state import (
     ACCOUNTS_MAX,
     OUTSIDE_PER_USER_MAX,
@@ -126,22 +126,6 @@ def new_worker(state: State, params: Params, identity: Identity, peak: int) -> W
     )
 
 
-def peak_of(params: Params) -> int:
-    """The load peak of a registration: the quota where it names none.
-
-    Raises:
-        InvalidParams: it is below the quota.
-    """
-    quota: int = params["quota"]
-    peak: int = params.get("peak", quota)
-    if peak < quota:
-        raise InvalidParams(
-            f"peak {format_bytes(peak)} is below the quota {format_bytes(quota)}; a load passes "
-            "through its quota"
-        )
-    return peak
-
-
 def find(state: State, model: str, instance: int) -> Member | None:
     """The worker of this model and instance, unless it is on its way out."""
     return next(
@@ -231,10 +215,12 @@ def _account(process: Process, wanted: int | None) -> int | None:
 def _load_again(state: State, call: Call, member: Member) -> dict[str, int]:
     """Book a load that is under way since before a restart.
 
-    It was granted, and a part of it is there: its guard must not refuse it the rest.
+    It was granted, and a part of it is there: its guard must not refuse it the rest.  Like every
+    load it books the quota at least.
     """
     worker, until_s = member.worker, call.now_s + state.settings.leases.load_timeout
-    lease = state.ledger.restore(worker.id, worker.pool, call.params["loading"], until_s)
+    size = max(call.params["loading"], worker.quota)
+    lease = state.ledger.restore(worker.id, worker.pool, size, until_s)
     member.state, member.granted_s = "loading", call.now_s
     return {"lease": lease.id, "token": lease.token}
 

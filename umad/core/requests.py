@@ -55,7 +55,11 @@ def events(state: State, call: Call) -> Iterator[Action]:
 
 
 def reserve(state: State, call: Call) -> Iterator[Action]:
-    """Book a load's peak, or queue for it."""
+    """Book a load's peak, or queue for it.
+
+    Never less than the quota, which may have been raised since its client asked for it last: the
+    last part grows to it (the rule of ``core.state``).
+    """
     member = own(state, call)
     if member.state not in ("registered", "waiting"):
         raise InvalidParams(f"worker {member.worker.name!r} is {member.state} already")
@@ -63,6 +67,8 @@ def reserve(state: State, call: Call) -> Iterator[Action]:
         sizes = call.params["parts"]
     else:
         sizes = [call.params.get("bytes", member.worker.peak)]
+    missing = max(0, member.worker.quota - sum(sizes))
+    sizes = [*sizes[:-1], sizes[-1] + missing]
     waiter = _waiter(state, call, member, "reserve", sizes)
     waiter.evict = call.params["evict"]
     if waiter.bytes > member.worker.peak:
@@ -101,7 +107,7 @@ def commit(state: State, call: Call) -> Iterator[Action]:
         yield call.reply({"bytes": kept.bytes})
         yield event("launched", member, lease=kept.id, booked_bytes=kept.bytes)
         return
-    kept = state.ledger.commit(lease, min(quota, lease.bytes))
+    kept = state.ledger.commit(lease, quota)
     member.state, member.measured = "ready", measured
     member.ready_s, member.load_s = call.now_s, call.now_s - member.granted_s
     state.load_seconds.observe(member.load_s)

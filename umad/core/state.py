@@ -3,6 +3,10 @@
 Members (workers), clients (connections), processes, the books, the queues, the mutex, the open
 cases, the last snapshot and the counters.  Only lookups and sums live here; decisions are in
 the modules beside this one.
+
+Rule, held by ``State.check``: a load books its worker's steady quota at least, from the
+reservation on, whatever its client asks for: what a worker may hold without asking is booked for
+it.  Who raises the quota of a load (``membership.set_quota``) books the difference first.
 """
 
 from collections import Counter, deque
@@ -22,6 +26,7 @@ from umad.core.pace import Pace
 from umad.core.settling import Settling
 from umad.core.waiting import Queue
 from umad.core.watchdog import Watchdog
+from umad.errors import InvariantBroken
 from umad.values import (
     AccountFigures,
     Identity,
@@ -215,6 +220,20 @@ class State:
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self.event_seq = 0
         self.next_worker = 1
+
+    def check(self) -> None:
+        """Hold the books against themselves, and against the quotas.
+
+        Raises:
+            InvariantBroken: they contradict each other; a bug of ours.
+        """
+        self.ledger.check()
+        for lease in self.ledger.leases.values():
+            if lease.kind is not LeaseKind.LOAD or lease.state is LeaseState.RELEASING:
+                continue
+            worker = self.members[lease.worker].worker
+            if lease.bytes < worker.quota:
+                raise InvariantBroken(f"{lease} books less than the quota, {worker.quota} bytes")
 
     @property
     def queues(self) -> tuple[Queue, Queue, Queue]:

@@ -268,7 +268,12 @@ METHODS: Final[Mapping[str, Method]] = {
     "status": _request(),
     "metrics": _request(),
     "snapshot": _request(part=_optional(COUNT, 0)),
-    "set_quota": _request(worker=_optional(COUNT), name=_optional(WORKER), quota=Param(SIZE)),
+    "set_quota": _request(
+        worker=_optional(COUNT),
+        name=_optional(WORKER),
+        quota=Param(SIZE),
+        peak=_optional(SIZE),
+    ),
     "evict": _request(name=Param(WORKER)),
     "load": _request(name=Param(WORKER)),
     "pin": _request(name=Param(WORKER), pin=Param(FLAG)),
