@@ -307,6 +307,8 @@ def _sizes(
             )
         room = memory.budget if room is None else min(room, memory.budget)
     runtimes = len(settings.isolations) * settings.serve.runtime_quota
+    both = len(settings.isolations) > 1
+    twice = ' (twice: isolation = "process" counts it once more)' if both else ""
     for index, model in models:
         if model.peak_bytes < model.quota:
             yield Problem(
@@ -322,8 +324,8 @@ def _sizes(
                 lines.of("model", "quota", index),
                 "model.quota",
                 format_bytes(model.peak_bytes),
-                f"can never fit: with serve.runtime_quota it needs {format_bytes(need)} of "
-                f"{format_bytes(room)}",
+                f"can never fit: with serve.runtime_quota{twice} it needs "
+                f"{format_bytes(need)} of {format_bytes(room)}",
                 "lower the quota or raise memory.budget",
             )
 

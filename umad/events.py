@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from umad.journal import shown
-from umad.units import printable
+from umad.units import format_excess, printable
 
 Event = Mapping[str, Any]
 
@@ -37,11 +37,14 @@ _SENTENCES: Final[Mapping[str, tuple[str, str]]] = {
     "evict_cancelled": (PLAIN, "{worker} may stay"),
     "evict_missed": (WARN, "{worker} was asked to go and has not gone in time"),
     "refused": (WARN, "{worker} was refused {asked_bytes} to {what}: {why}{times}"),
-    "revoked": (BAD, "{worker} holds {measured_bytes}, may hold {limit_bytes}: told to stop"),
+    "revoked": (
+        BAD,
+        "{worker} holds {measured_bytes}{excess}, may hold {limit_bytes}: told to stop",
+    ),
     "complied": (GOOD, "{worker} is within {limit_bytes} again, after {after_s}"),
     "stopped": (
         BAD,
-        "{worker} was stopped ({fence}): it held {measured_bytes} of {limit_bytes}; "
+        "{worker} was stopped ({fence}): it held {measured_bytes} of {limit_bytes}{excess}; "
         "gone {seen_to_gone_s} after it was seen",
     ),
     "unkillable": (BAD, "{worker} (pid {pid}) is still there {after_s} after SIGKILL"),
@@ -108,6 +111,7 @@ def in_words(event: Event) -> tuple[str, str]:
         fields |= {
             "what": _ASKED_FOR.get(fields["what"], fields["what"]),
             "fence": _FENCES.get(fields["fence"], fields["fence"]),
+            "excess": _excess(event.get("measured_bytes"), event.get("limit_bytes")),
             "for": f" for {fields['for_worker']}" if event.get("for_worker") else "",
             "times": f" ({times} times)" if isinstance(times, int) and times > 1 else "",
         }
@@ -120,6 +124,10 @@ def in_words(event: Event) -> tuple[str, str]:
         ]
         text = ": ".join([name.replace("_", " "), *([", ".join(rest)] if rest else [])])
     return tone, printable(text[:TEXT_MAX])
+
+
+def _excess(held: object, limit: object) -> str:
+    return format_excess(held, limit) if isinstance(held, int) and isinstance(limit, int) else ""
 
 
 def _word(key: str) -> str:

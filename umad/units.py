@@ -107,6 +107,11 @@ def format_bytes(count: int) -> str:
     return f"{value / 1024:.1f} TiB"
 
 
+def format_excess(held: int, limit: int) -> str:
+    """By how much, in brackets after a space: two rounded sizes may look alike; or nothing."""
+    return f" ({format_bytes(held - limit)} too much)" if held > limit else ""
+
+
 def format_duration(seconds: float) -> str:
     """Seconds for people: ``"85 us"``, ``"4.2 ms"``, ``"1.5 s"``, ``"12 min"``, ``"3.1 h"``."""
     if not math.isfinite(seconds):

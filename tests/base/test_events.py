@@ -23,6 +23,9 @@ def test_an_event_speaks_to_no_terminal_and_knows_what_it_lacks():
         "bad",
         "greedy?[2J was stopped (sigkill): it held 3.0 GiB of ?; gone 81.5 ms after it was seen",
     )
+    narrowly = in_words({**stopped, "limit_bytes": (3 << 30) - 3 * MIB})[1]
+    assert "it held 3.0 GiB of 3.0 GiB (3.0 MiB too much); " in narrowly
+    assert "it held 3.0 GiB of 3.0 GiB; " in in_words({**stopped, "limit_bytes": 3 << 30})[1]
     assert "(its memory was taken back)" in in_words({**stopped, "fence": "return"})[1]
     assert in_words({"name": "left", "worker": "{pid}", "why": ""}) == ("", "{pid} has left: ")
     assert in_words({"name": "loaded", "worker": "a"})[1] == "a has loaded: ? measured, ? booked"

@@ -125,12 +125,13 @@ def test_a_grandchild_over_the_quota_costs_its_program_and_nobody_beside(
     status, _, errors = run("greedy", "200MiB", code).ends()
     assert status == 128 + signal.SIGKILL
     pattern = (
-        r"umadctl: umad stopped greedy, which was over its quota: it held (\d+\.\d) MiB, "
-        r"its limit is 200\.0 MiB \(status of 2 processes\)\n"
+        r"umadctl: umad stopped greedy, which was over its quota: it held (\d+\.\d) MiB "
+        r"\((\d+\.\d) MiB too much\), its limit is 200\.0 MiB \(status of 2 processes\)\n"
     )
     told = re.fullmatch(pattern, errors)
     assert told is not None, errors
     assert 200 < float(told[1]) < 500
+    assert float(told[2]) == pytest.approx(float(told[1]) - 200, abs=0.11)
     assert sibling.shown() is not None
     assert sibling.process.communicate("\n", timeout=10)[0] == "done\n"
 

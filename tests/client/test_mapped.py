@@ -3,6 +3,8 @@
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,25 @@ from umad.client.mapped import MappedFiles
 
 PAGES = 8
 SIZE = PAGES * mmap.PAGESIZE
+ROOT = Path(__file__).parents[2]
+OVER = """
+import ctypes, mmap, os, subprocess, sys
+from pathlib import Path
+from umad.client.mapped import MappedFiles
+
+file = Path(sys.argv[1], "weights")
+
+def mount(content):
+    subprocess.run(["mount", "-t", "tmpfs", "none", sys.argv[1]], check=True)
+    file.write_bytes(content)
+    return file.stat().st_ino
+
+inode = mount(b"a" * 4096)
+with file.open("rb") as opened:
+    mapped = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE)
+same = mount(b"b" * 4096) == inode
+print(same, MappedFiles().source(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), 4096))
+"""
 
 
 @pytest.fixture
@@ -26,6 +47,9 @@ def mapped(file: Path) -> Iterator[mmap.mmap]:
     """As torch maps a checkpoint: private, and to be written to."""
     with file.open("rb") as opened:
         made = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    found = MappedFiles().at(address_of(made))
+    if found is None or found.device != file.stat().st_dev:
+        pytest.skip("mappings show another device here (btrfs, overlayfs)")
     yield made
     made.close()
 
@@ -36,12 +60,11 @@ def address_of(mapped: mmap.mmap) -> int:
 
 def read(mapped: mmap.mmap, at: int = 0, size: int = SIZE, part: int = SIZE) -> bytes | None:
     into = ctypes.create_string_buffer(size)
-    with MappedFiles() as files:
-        source = files.source(address_of(mapped) + at, size)
-        if source is None:
-            return None
-        for begins, one in source.parts(part):
-            one.read(ctypes.addressof(into) + begins)
+    source = MappedFiles().source(address_of(mapped) + at, size)
+    if source is None:
+        return None
+    for begins, one in source.parts(part):
+        one.read(ctypes.addressof(into) + begins)
     return into.raw
 
 
@@ -70,6 +93,50 @@ def test_another_file_of_its_name_is_not_read(mapped: mmap.mmap, file: Path) -> 
     assert read(mapped) is None
     file.unlink()
     assert read(mapped) is None
+    os.mkfifo(file)
+    assert read(mapped) is None, "and nobody waits for who writes to it"
+
+
+def test_a_file_of_its_inode_on_another_device_is_not_read(
+    mapped: mmap.mmap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file system mounted over it; or one whose mappings show another device."""
+    maps = tmp_path / "maps"
+    real = Path("/proc/self/maps").read_text()
+    monkeypatch.setattr("umad.client.mapped._MAPS", maps)
+    maps.write_text(real)
+    assert read(mapped) == mapped[:]
+    device = tmp_path.stat().st_dev
+    shown = f" {os.major(device):02x}:{os.minor(device):02x} "
+    assert shown in real
+    maps.write_text(real.replace(shown, f" {os.major(device):02x}:{os.minor(device) + 1:02x} "))
+    assert read(mapped) is None
+
+
+@pytest.mark.parametrize("name", [b"mod\xe8le", "a\u2028b\x85c\rd".encode(), b"a\nb", b"a\\012b"])
+@pytest.mark.usefixtures("mapped")
+def test_a_name_may_be_any(tmp_path: Path, name: bytes) -> None:
+    file = tmp_path / os.fsdecode(name)
+    file.write_bytes(os.urandom(SIZE))
+    with file.open("rb") as opened:
+        named = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE)
+    with named:
+        assert read(named) == (None if b"\n" in name else named[:]), "its \\012 may be either"
+
+
+@pytest.mark.root
+def test_a_file_system_mounted_over_it_changes_nothing(tmp_path: Path) -> None:
+    """Each tmpfs begins its inodes anew: only the device tells the two files apart."""
+    done = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", OVER, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True None\n"
 
 
 def test_a_file_that_has_become_shorter_is_an_error_and_no_signal(
@@ -77,7 +144,7 @@ def test_a_file_that_has_become_shorter_is_an_error_and_no_signal(
 ) -> None:
     os.truncate(file, SIZE // 2)
     assert read(mapped, 0, 100) is not None
-    with pytest.raises(OSError, match=r"weights of a model has become shorter"):
+    with pytest.raises(OSError, match=r"weights of a model' has become shorter"):
         read(mapped)
 
 
@@ -94,12 +161,12 @@ def test_what_is_in_no_file_or_reaches_beyond_it_is_not_read(mapped: mmap.mmap) 
     assert read(mapped, 0, SIZE + mmap.PAGESIZE) is None
     anonymous = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE)
     assert read(anonymous) is None
-    with MappedFiles() as files:
-        assert files.at(address_of(anonymous)) is None
-        assert files.at(0) is None
-        found = files.at(address_of(mapped))
-        assert found is not None
-        assert found.path.endswith("weights of a model")
+    files = MappedFiles()
+    assert files.at(address_of(anonymous)) is None
+    assert files.at(0) is None
+    found = files.at(address_of(mapped))
+    assert found is not None
+    assert found.path.endswith("weights of a model")
 
 
 def test_nothing_is_left_open(mapped: mmap.mmap) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -69,6 +70,11 @@ class EngineProcess:
 
     def state(self, model: str) -> str:
         return str(self.link.status(model)["state"])
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """Its lines of this event, so far."""
+        lines = [json.loads(line) for line in self.log if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
 
     async def read_log(self) -> None:
         assert self.process.stderr is not None

@@ -132,6 +132,12 @@ def test_what_a_model_raises_becomes_an_error_and_the_worker_goes_on(tmp_path, d
             assert any("scripted.py:" in line for line in engine.log)
             assert not any("secret" in line for line in engine.log)
             assert engine.state("one") == "ready"
+            # A refusal is no fault of the model's code, and is told once.
+            await until(lambda: len(engine.logged("model.over_quota")) == 2)
+            for line in engine.logged("model.over_quota"):
+                assert line["level"] == "warning"
+                assert line["place"].startswith("scripted.py:")
+            assert [line["kind"] for line in engine.logged("model.error")] == ["ValueError"]
 
     run(scenario())
 

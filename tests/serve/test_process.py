@@ -1,7 +1,6 @@
 """Models in processes of their own: a real engine, zygote and children, scripted models."""
 
 import asyncio
-import json
 import os
 import signal
 import threading
@@ -33,11 +32,6 @@ def daemon(tmp_path: Path):
     daemon = Daemon(tmp_path / "umad.sock").start()
     yield daemon
     daemon.stop()
-
-
-def events(engine: EngineProcess, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in engine.log if line.startswith("{")]
-    return [line for line in lines if line["event"] == name]
 
 
 async def back(engine: EngineProcess, model: str) -> None:
@@ -82,7 +76,7 @@ def test_threads_and_processes_side_by_side(tmp_path, daemon):
             assert sorted(workers[2:]) == sorted(MIXED)
             alone, among = await pid_of(engine, "alone"), await pid_of(engine, "among")
             assert among == engine.process.pid
-            assert alone not in (among, events(engine, "zygote.start")[0]["pid"])
+            assert alone not in (among, engine.logged("zygote.start")[0]["pid"])
             # Its own connection, in its first thread, with its own quota and its own reports.
             registered = next(one for one in daemon.of("register") if one["model"] == "alone")
             assert (registered["thread"], registered["quota"]) == (alone, 2000)
@@ -91,7 +85,7 @@ def test_threads_and_processes_side_by_side(tmp_path, daemon):
             packed = await engine.run("alone", texts=["a"])
             assert packed["vectors"] == [b"\0\0\0\x3f\0\0\x80\x3f"]
             # The zygote has one thread, the child none but those it needs.
-            zygote = events(engine, "zygote.start")[0]["pid"]
+            zygote = engine.logged("zygote.start")[0]["pid"]
             assert threads_of(zygote) == 1
             assert comm_of(alone) == "umad alone/0"
             assert threads_of(alone) <= 4  # the model's, the link's, the client's, the guard's
@@ -105,7 +99,7 @@ def test_threads_and_processes_side_by_side(tmp_path, daemon):
 def test_the_books_must_have_room_for_both_holders_of_the_libraries(tmp_path):
     config = write_config(tmp_path, {"alone": {**PROCESS, "quota": "1GiB"}, "among": {}})
     text = config.read_text() + '[memory]\nbudget = "4GiB"\n'
-    with pytest.raises(ConfigError, match="can never fit"):
+    with pytest.raises(ConfigError, match=r'can never fit: .*twice: isolation = "process"'):
         parse(text)  # twice serve.runtime_quota and the model's own
     parse(text.replace('isolation = "process"', 'isolation = "thread"'))
 
@@ -209,7 +203,7 @@ def test_a_child_that_dies_takes_its_own_job_only(tmp_path, daemon):
             assert refused.value.http_status == 503
 
             def reaped() -> list[int]:
-                told = events(engine, "zygote.reaped")
+                told = engine.logged("zygote.reaped")
                 return [one["status"] for one in told if one["pid"] == before]
 
             await until(lambda: bool(reaped()))
@@ -247,7 +241,7 @@ def test_children_outlive_the_zygote_and_the_next_fork_starts_another(tmp_path, 
         async with engine_process(write_config(tmp_path, {"one": PROCESS})) as engine:
             await engine.ready("one")
             before = await pid_of(engine, "one")
-            zygote = events(engine, "zygote.start")[0]["pid"]
+            zygote = engine.logged("zygote.start")[0]["pid"]
             os.kill(zygote, signal.SIGKILL)
             await ended(zygote)
             assert await pid_of(engine, "one") == before
@@ -255,10 +249,10 @@ def test_children_outlive_the_zygote_and_the_next_fork_starts_another(tmp_path, 
                 await engine.run("one", prompt="die")
             await back(engine, "one")
             assert await pid_of(engine, "one") != before
-            assert len(events(engine, "zygote.start")) == 2
+            assert len(engine.logged("zygote.start")) == 2
             # The first child's parent was gone, and the lifeline is not.
             child = await pid_of(engine, "one")
-            os.kill(events(engine, "zygote.start")[1]["pid"], signal.SIGKILL)
+            os.kill(engine.logged("zygote.start")[1]["pid"], signal.SIGKILL)
             engine.process.kill()
             await ended(child)
 
@@ -271,9 +265,9 @@ def test_nothing_is_left_of_a_killed_engine(tmp_path, daemon, stuck):
         config = write_config(tmp_path, {"one": {**PROCESS, "instances": 2}, "two": PROCESS})
         async with engine_process(config) as engine:
             await engine.ready("one", "two")
-            await until(lambda: len(events(engine, "model.forked")) == 3)
-            pids = [line["pid"] for line in events(engine, "model.forked")]
-            pids.append(events(engine, "zygote.start")[0]["pid"])
+            await until(lambda: len(engine.logged("model.forked")) == 3)
+            pids = [line["pid"] for line in engine.logged("model.forked")]
+            pids.append(engine.logged("zygote.start")[0]["pid"])
             if stuck:  # no thread of theirs can do anything about it
                 for pid in pids:
                     os.kill(pid, signal.SIGSTOP)
@@ -323,7 +317,7 @@ def test_a_zygote_with_two_threads_refuses_to_fork(tmp_path, daemon, monkeypatch
         async with engine_process(write_config(tmp_path, {"one": PROCESS})) as engine:
             await until(lambda: engine.state("one") == "failed")
             assert "2 threads" in engine.link.status("one")["error"]["message"]
-            assert events(engine, "model.forked") == []
+            assert engine.logged("model.forked") == []
 
     run(scenario())
 
@@ -397,7 +391,7 @@ def test_a_broken_checkpoint_fails_alone_and_is_tried_again(tmp_path, daemon):
             assert "no weights in bad" in engine.link.status("bad")["error"]["message"]
             (tmp_path / "bad" / "broken").unlink()
             await engine.ready("bad")
-            assert len(events(engine, "model.forked")) == 2  # in the same child
+            assert len(engine.logged("model.forked")) == 2  # in the same child
 
     run(scenario())
 
@@ -408,6 +402,6 @@ def test_a_held_model_is_not_forked_before_its_time(tmp_path, daemon):
         async with engine_process(config, None, "--hold=one=300") as engine:
             await engine.ready("two")
             assert engine.link.status("one")["error"]["code"] == "worker_revoked"
-            assert [line["model"] for line in events(engine, "model.forked")] == ["two"]
+            assert [line["model"] for line in engine.logged("model.forked")] == ["two"]
 
     run(scenario())

@@ -339,6 +339,8 @@ def test_one_that_no_memory_is_left_for_goes_on_when_another_has_left(tmp_path, 
             # The third step was refused and done again without the newest.
             assert model.forwards[began:] == [*3 * [three], *2 * [both], *2 * [newer], ["c"]]
             await until(lambda: engine.link.status("joins")["work"]["set_aside"] == 1)
+            await until(lambda: engine.logged("answer.set_aside"))
+            assert engine.logged("model.error") == engine.logged("model.over_quota") == []
             assert engine.state("joins") == "ready"
 
     run(scenario())

@@ -26,7 +26,7 @@ import click
 from umad.client import Client, DaemonUnavailable, UmadError, connect
 from umad.errors import Recovering
 from umad.host import cgroups
-from umad.units import format_bytes
+from umad.units import format_bytes, format_excess
 
 NOT_STARTED: Final = 125  # as of env(1), nohup(1) and docker(1)
 NOT_RUNNABLE: Final = 126
@@ -281,12 +281,13 @@ def tell_end(client: Client, name: str, pid: int, seen: int) -> None:
         mine = {one["name"]: one for one in answer["events"] if one.get("pid") == pid}
         if (stopped := mine.get("stopped")) is not None:
             if stopped["fence"] == "sigkill":
-                limit = stopped["limit_bytes"]
+                held, limit = stopped["measured_bytes"], stopped["limit_bytes"]
+                beyond = ""
+                if limit:
+                    beyond = f"{format_excess(held, limit)}, its limit is {format_bytes(limit)}"
                 _say(
                     f"umad stopped {_WHOM.get(stopped['reason'], '{}').format(name)}: it held "
-                    f"{format_bytes(stopped['measured_bytes'])}"
-                    + (f", its limit is {format_bytes(limit)}" if limit else "")
-                    + f" ({stopped['source']})"
+                    f"{format_bytes(held)}{beyond} ({stopped['source']})"
                 )
             return
         patience_s = _ORPHANS_S if "orphaned" in mine else _END_S

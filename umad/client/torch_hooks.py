@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-from umad.client.mapped import MappedFiles
+from umad.client.mapped import MappedFiles, Source
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,9 @@ def privatise(module: "torch.nn.Module") -> int:
 
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     reads: list[Future[None]] = []
-    with torch.no_grad(), MappedFiles() as files, ThreadPoolExecutor(READERS) as pool:
+    files = MappedFiles()
+    pool = ThreadPoolExecutor(READERS)
+    try:
         for tensor in _tensors(module):
             if tensor.device.type != "cpu" or not tensor.numel():
                 continue
@@ -53,14 +55,21 @@ def privatise(module: "torch.nn.Module") -> int:
                 pass
             elif tensor.is_contiguous() and (source := files.source(address, tensor.nbytes)):
                 copies[key] = torch.empty_like(tensor, requires_grad=False)
-                to = copies[key].data_ptr()
-                reads += [pool.submit(part.read, to + at) for at, part in source.parts(PART_BYTES)]
+                for at, part in source.parts(PART_BYTES):
+                    reads.append(pool.submit(_read, part, copies[key], at))
             else:
                 copies[key] = tensor.detach().clone()
             tensor.data = copies[key]
         for one in reads:
             one.result()
+    finally:  # revoked, or refused memory, in the middle: the rest would be read for nobody
+        pool.shutdown(cancel_futures=True)
     return sum(copy.nbytes for copy in copies.values())
+
+
+def _read(part: Source, to: "torch.Tensor", at: int) -> None:
+    """Holds memory and file until it is done: who waits for it may be revoked at any moment."""
+    part.read(to.data_ptr() + at)
 
 
 def _tensors(module: "torch.nn.Module") -> Iterator["torch.Tensor"]:

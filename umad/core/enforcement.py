@@ -12,7 +12,7 @@ from umad.core.actions import Action, CloseAccount, Event, Kill, Notify, Refuse,
 from umad.core.audit import ORPHANED, Breach
 from umad.core.state import Member, State
 from umad.core.watchdog import Case, Complied, KillNow, Revoke, Unkillable, Verdict
-from umad.units import format_bytes
+from umad.units import format_bytes, format_excess
 
 # How a stop can end: told to, the guard took the bytes, killed; an orphan that went by itself.
 FENCES: Final = ("revoke", "return", "sigkill", "exit")
@@ -92,7 +92,7 @@ def _fence_of(case: Case) -> str:
 def _fence(state: State, case: Case) -> Iterator[Action]:
     """Close the account of who is to blame, and tell its workers to stop."""
     breach = case.breach
-    holds, limit = format_bytes(breach.measured), format_bytes(breach.limit)
+    holds = format_bytes(breach.measured) + format_excess(breach.measured, breach.limit)
     if case.worker is None:
         members = [state.members[key] for key in state.processes[case.identity].members]
         what = "the process"
@@ -111,7 +111,8 @@ def _fence(state: State, case: Case) -> Iterator[Action]:
                 "revoke",
                 {
                     "worker": worker.id,
-                    "reason": f"{breach.reason}: {what} holds {holds}, its limit is {limit}",
+                    "reason": f"{breach.reason}: {what} holds {holds}, its limit is "
+                    f"{format_bytes(breach.limit)}",
                     "quota": worker.quota,
                     "measured": breach.measured,
                     "source": breach.source,

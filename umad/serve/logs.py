@@ -45,6 +45,7 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "model.unloaded": "c2ef20147ac14d8abeddf6bf231b6328",
     "model.no_room": "750bd893a0db468382688b3d09abf036",
     "model.quota_refused": "ad8a7ea7258f41929191200532451a3a",
+    "model.over_quota": "452fdee3a5d3452a89de64eb8a994f8a",
     "model.fallback": "59065ec08a4e4dc595c68433e8468d91",
     "model.recycled": "e6c62cfddaac4b44bc928e3d65eb758b",
     "model.stuck": "5bfafff8b7524faaa9bbfbe7e5d00e10",

@@ -4,23 +4,14 @@ Owns the turn from a message's parts into what the runners of kind "chat" and "v
 """
 
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from umad.errors import InvalidParams
 from umad.serve.bodies import decode_base64
 
 _DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
-
-
-class TextPart(BaseModel):
-    """A piece of text in a message."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
-
-    type: Literal["text"]
-    text: str
 
 
 class ImageUrl(BaseModel):
@@ -50,23 +41,20 @@ class ImageUrl(BaseModel):
             ) from error
 
 
-class ImagePart(BaseModel):
-    """An image in a message."""
+class Part(BaseModel):
+    """A piece of a message; no union, whose branches' names would be in each error."""
 
     model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
 
-    type: Literal["image_url"]
-    image_url: ImageUrl
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
 
-
-Part = Annotated[
-    TextPart | ImagePart,
-    Discriminator(
-        "type",
-        custom_error_type="part",
-        custom_error_message="a part of a message is of type text or image_url",
-    ),
-]
+    @model_validator(mode="after")
+    def _holds_it(self) -> Self:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a part of type {self.type} has a field {self.type}")
+        return self
 
 
 class Message(BaseModel):
@@ -75,16 +63,23 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, hide_input_in_errors=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True)]
+    content: Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _in_parts(cls, value: object) -> object:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if not isinstance(value, list):
+            raise ValueError("content is text or a list of parts")
+        return value
 
     def parts(self) -> list[dict[str, Any]]:
         """The content as the vision kind takes it."""
-        if isinstance(self.content, str):
-            return [{"type": "text", "text": self.content}]
         return [
-            {"type": "text", "text": part.text}
-            if isinstance(part, TextPart)
-            else {"type": "image", "image": part.image_url.decode()}
+            {"type": "image", "image": part.image_url.decode()}
+            if part.type == "image_url" and part.image_url is not None
+            else {"type": "text", "text": part.text}
             for part in self.content
         ]
 
@@ -94,12 +89,9 @@ class Message(BaseModel):
         Raises:
             InvalidParams: it holds an image.
         """
-        if isinstance(self.content, str):
-            return self.content
-        texts = [part.text for part in self.content if isinstance(part, TextPart)]
-        if len(texts) != len(self.content):
+        if any(part.type != "text" for part in self.content):
             raise InvalidParams(
                 "this model reads text only; ask a model of kind vision",
                 details={"param": "messages"},
             )
-        return "".join(texts)
+        return "".join(part.text or "" for part in self.content)

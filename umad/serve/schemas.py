@@ -35,7 +35,7 @@ _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "echo": ((), "the prompt is not repeated"),
     "frequency_penalty": ((), "penalties are not supported"),
     "function_call": (("none", "auto"), "functions are not supported"),
-    "functions": ((), "functions are not supported"),
+    "functions": ((), "not supported"),
     "logit_bias": ((), "a bias on tokens is not supported"),
     "modalities": ((["text"],), "answers are text"),
     "output_compression": ((100,), "images are PNG"),
@@ -47,7 +47,7 @@ _REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "style": ((), "the prompt alone says the style"),
     "suffix": ((), "text is continued, not filled in"),
     "tool_choice": (("none", "auto"), "tools are not supported"),
-    "tools": ((), "tools are not supported"),
+    "tools": ((), "not supported"),
     "top_logprobs": ((), "log probabilities are not supported"),
     "verbosity": (("medium",), "a model says as much as it wants"),
     "web_search_options": ((), "umad asks nothing of the network"),
@@ -66,7 +66,7 @@ class _Body(BaseModel):
     def _not_here(cls, value: object, info: ValidationInfo) -> object:
         harmless, why = _REFUSED[str(info.field_name)]
         if value and value not in harmless:
-            raise ValueError(f"{why}; leave {info.field_name} out")
+            raise ValueError(f"{why}; leave it out")
         return value
 
 
@@ -101,7 +101,7 @@ class _Sampled(_Body):
     def _no_logprobs(cls, value: bool | int | None) -> bool | int | None:  # noqa: FBT001
         # Of a completion, 0 asks for those of the chosen tokens.
         if value is not None and value is not False:
-            raise ValueError("log probabilities are not supported; leave logprobs out")
+            raise ValueError("log probabilities are not supported; leave it out")
         return value
 
     @field_validator("stream_options")
@@ -160,7 +160,7 @@ class ChatBody(_Sampled):
     @classmethod
     def _free_text(cls, value: Any) -> Any:
         if value and value != {"type": "text"}:
-            raise ValueError('only response_format {"type": "text"} is supported')
+            raise ValueError('only {"type": "text"} is supported')
         return value
 
     def jobs(self, kind: str) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ class EmbeddingBody(_Body):
         if isinstance(value, str):
             return [value]
         if isinstance(value, list) and value and not isinstance(value[0], str):
-            raise ValueError("input is text or a list of texts; token numbers are not taken")
+            raise ValueError("write a text or a list of texts; token numbers are not taken")
         return value
 
     def jobs(self, _kind: str) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ class ImageBody(_Body):
     @classmethod
     def _whole(cls, value: bool | None) -> bool | None:  # noqa: FBT001  pydantic's form
         if value:
-            raise ValueError("images come whole; leave stream out")
+            raise ValueError("images come whole; leave it out")
         return value
 
     @field_validator("size")
@@ -254,7 +254,7 @@ class ImageBody(_Body):
             return None
         sides = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", value)
         if sides is None:
-            raise ValueError('size is WIDTHxHEIGHT, like "512x512"')
+            raise ValueError('write WIDTHxHEIGHT, like "512x512"')
         if not all(SIDE_MIN <= int(side) <= SIDE_MAX for side in sides.groups()):
             raise ValueError(f"each side has from {SIDE_MIN} to {SIDE_MAX} pixels")
         return value
@@ -263,7 +263,7 @@ class ImageBody(_Body):
     @classmethod
     def _inline(cls, value: str | None) -> str | None:
         if value == "url":
-            raise ValueError("umad keeps no images to link to; send response_format=b64_json")
+            raise ValueError("umad keeps no images to link to; send b64_json")
         return value
 
     def jobs(self, _kind: str) -> list[dict[str, Any]]:
@@ -296,21 +296,21 @@ class TranscriptionForm(_Body):
     @classmethod
     def _form(cls, value: str) -> str:
         if value not in ("json", "text", "verbose_json"):
-            raise ValueError("response_format is json, text or verbose_json")
+            raise ValueError("send json, text or verbose_json")
         return value
 
     @field_validator("temperature")
     @classmethod
     def _likeliest(cls, value: str | None) -> str | None:
         if value is not None and value.strip("0.") != "":
-            raise ValueError("what is said is the likeliest text; send temperature=0")
+            raise ValueError("what is said is the likeliest text; send 0")
         return value
 
     @field_validator("prompt", "stream", "timestamp_granularities", "include")
     @classmethod
-    def _without(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _without(cls, value: str | None) -> str | None:
         if value and value.lower() not in ("false", "0", "segment"):
-            raise ValueError(f"it is not supported; leave {info.field_name} out")
+            raise ValueError("not supported; leave it out")
         return value
 
     def jobs(self, audio: bytes) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import structlog
 
@@ -9,6 +10,7 @@ from umad.client.memory import forget_frames, is_out_of_memory
 from umad.errors import ModelFailed, QuotaExceeded, UmadError
 from umad.serve.logs import place_of
 
+_ALWAYS_TOLD: Final = ("load", "life")
 log = structlog.get_logger()
 
 
@@ -33,8 +35,11 @@ def translated(worker: str, during: str) -> Iterator[None]:
         kind, place = type(error).__name__, place_of(error)
         # The text of an error in a job could quote the job; that of a load cannot.
         text = str(error)[:300] if during == "load" else ""
-        log.error("model.error", model=worker, during=during, kind=kind, place=place, text=text)
         told = _translate(error, kind, text)
+        # Among jobs, one that was refused memory may only have to wait, or to be done alone:
+        # whoever decides that says what came of it.
+        if during in _ALWAYS_TOLD or not isinstance(told, QuotaExceeded):
+            log.error("model.error", model=worker, during=during, kind=kind, place=place, text=text)
         forget_frames(error)
         raise told from error
 

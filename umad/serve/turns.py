@@ -22,6 +22,7 @@ from umad.serve.figures import Figures
 from umad.serve.jobs import Job, JobQueue, waited
 from umad.serve.kinds.base import Tells
 from umad.serve.loaded import Loaded
+from umad.serve.logs import place_of
 from umad.serve.translate import Poisoned, translated
 from umad.settings import ModelSettings
 from umad.units import MIB
@@ -174,6 +175,14 @@ class Turns:
             self._desk.poisoned()
 
     def _answer_all(self, jobs: list[Job], error: UmadError) -> None:
+        if jobs and isinstance(error, QuotaExceeded):
+            log.warning(
+                "model.over_quota",
+                model=self._desk.name,
+                jobs=len(jobs),
+                reason=error.message,
+                place=place_of(error.__cause__ or error),
+            )
         for job in jobs:
             self._queue.answer(job, error=error)
 

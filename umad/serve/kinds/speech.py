@@ -297,18 +297,25 @@ def _open(job: Job) -> Any:
     try:
         sound = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.SoundFileError as error:
-        raise InvalidParams(f"the audio cannot be read: {error}") from error
+        raise InvalidParams(f"the audio cannot be read: {_why(error)}") from error
     if sound.frames <= 0:
         raise InvalidParams("the audio holds no sound")
-    if sound.samplerate not in SAMPLE_RATES or sound.channels > CHANNELS_MAX:
+    if sound.samplerate not in SAMPLE_RATES:
         raise InvalidParams(
-            f"the audio has {sound.channels} channels of {sound.samplerate} Hz; at most "
-            f"{CHANNELS_MAX}, from {SAMPLE_RATES[0]} to {SAMPLE_RATES[-1]} Hz"
+            f"the audio has {sound.samplerate} Hz; "
+            f"{SAMPLE_RATES[0]} to {SAMPLE_RATES[-1]} Hz can be read"
         )
+    if sound.channels > CHANNELS_MAX:
+        raise InvalidParams(f"the audio has {sound.channels} channels; {CHANNELS_MAX} at most")
     if sound.frames > DURATION_S_MAX * sound.samplerate:
         seconds = sound.frames / sound.samplerate
         raise InvalidParams(f"the audio lasts {seconds:.0f} s; {DURATION_S_MAX} s at most")
     return sound
+
+
+def _why(error: Exception) -> str:
+    """The library's reason alone: its whole text names an object of this process."""
+    return str(getattr(error, "error_string", "it is damaged")).rstrip(".")
 
 
 def decode(job: Job) -> tuple[Any, float]:
@@ -327,7 +334,7 @@ def decode(job: Job) -> tuple[Any, float]:
                 mono[at : at + len(block)] = block.mean(axis=1)
                 at += len(block)
         except soundfile.SoundFileError as error:
-            raise InvalidParams(f"the audio cannot be decoded: {error}") from error
+            raise InvalidParams(f"the audio cannot be decoded: {_why(error)}") from error
     wave = torch.from_numpy(np.nan_to_num(mono[:at], copy=False)).clamp_(-1, 1)
     if not at:
         raise InvalidParams("the audio holds no sound")

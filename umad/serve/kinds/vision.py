@@ -153,10 +153,14 @@ def _images(job: Job) -> list[bytes]:
 
 def _open(data: bytes) -> "Image.Image":
     """Read an image's header only, and refuse one that would be too large to decode."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:  # its text names an object of this process
+        raise InvalidParams(
+            f"the image is no {', '.join(FORMATS)}, or its beginning is damaged"
+        ) from error
     # The warning counts too: a program may have made warnings errors.
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidParams(f"the image has more than {PIXELS_MAX} pixels") from error
