@@ -35,8 +35,8 @@ def test_the_engines_environment():
         "HSA_ENABLE_SDMA": "1",  # the user's own stands
         "HSA_XNACK": "0",
         "MALLOC_TRIM_THRESHOLD_": "131072",
-        "LRU_CACHE_CAPACITY": "128",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "LRU_CACHE_CAPACITY": "256",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
