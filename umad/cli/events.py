@@ -3,9 +3,13 @@
 import json
 import os
 import select
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
+from types import FrameType
 from typing import Any, Final
 
 import click
@@ -88,26 +92,48 @@ def events(
                 show(fetch(client, client.current_link()))
                 return
             client.on("event", lambda _: os.eventfd_write(bell, 1))
-            for found in _follow(client, bell):
-                show(found)
-    except KeyboardInterrupt:
-        return
+            with _interrupted(bell) as interrupted:
+                for found in _follow(client, bell, interrupted):
+                    show(found)
     finally:
         os.close(bell)
 
 
-def _follow(client: Client, bell: int) -> Iterator[list[dict[str, Any]]]:
+@contextmanager
+def _interrupted(bell: int) -> Iterator[threading.Event]:
+    """Set by Ctrl-C, which rings the bell: an exception could be raised where it is swallowed.
+
+    A second one ends the program, wherever it is.
+    """
+    interrupted = threading.Event()
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        interrupted.set()
+        os.eventfd_write(bell, 1)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _follow(
+    client: Client, bell: int, interrupted: threading.Event
+) -> Iterator[list[dict[str, Any]]]:
     """What has happened and happens; outlives the daemon, and ends when nobody reads any more.
 
     Args:
         client: asks.
         bell: an eventfd that a notification rings.
+        interrupted: ends it, too; who sets it rings the bell.
     """
     waits = select.poll()
     waits.register(bell, select.POLLIN)
     waits.register(1, 0)  # only that the reader has gone: `umadctl events -f | head`
     known, generation, away = 0, None, False
-    while True:
+    while not interrupted.is_set():
         try:
             link = client.current_link()
             if generation not in (None, link.generation):
