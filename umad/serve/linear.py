@@ -24,7 +24,7 @@ from torch.nn.functional import linear, pad
 from umad.units import MIB
 
 LEAST: Final = {torch.float32: 16, torch.bfloat16: 4}
-"""Rows of the smallest piece; in float32 fewer go MKL's way, a single one does in any type."""
+"""Rows of the smallest piece; in float32 fewer go MKL's way, and a single one goes as it is."""
 ROWS_MAX: Final = 128
 WEIGHTS_MIN: Final = 1 << 17  # of a layer in float32
 PIECE_BYTES: Final = 2 * MIB  # of what goes into a piece, and of what comes out of it
